@@ -1,0 +1,55 @@
+"""Errors of the encoder stage. Media faults keep their own class, `preprocess.errors.MediaError`."""
+
+
+class EncoderError(Exception):
+    """Base of what can go wrong between a caller and an encoder; `status` is the HTTP status it maps to."""
+
+    status = 500
+    code = "encoder_error"
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+class EncoderBusy(EncoderError):
+    """The encoder's queue is full; nothing was started."""
+
+    status = 503
+    code = "encoder_busy"
+
+
+class EncoderUnavailable(EncoderError):
+    """No replica answered, after the retry."""
+
+    status = 503
+    code = "encoder_unavailable"
+
+
+class EncodeDeadline(EncoderError):
+    """The deadline passed before the embedding was ready."""
+
+    status = 504
+    code = "deadline_exceeded"
+
+
+class ArenaFull(EncoderError):
+    """Every byte of the arena is leased; `status` tells the client to come back."""
+
+    status = 503
+    code = "embedding_cache_full"
+
+
+class EmbeddingLost(EncoderError):
+    """A reference no longer leads to the bytes it named (the encoder restarted, or the checksum differs)."""
+
+    status = 503
+    code = "embedding_lost"
+
+
+class WireError(EncoderError):
+    """Frames that are not a message of this protocol version."""
+
+    status = 400
+    code = "wire_error"

@@ -1,0 +1,104 @@
+"""The messages of the encoder stage and the reference by which an embedding travels.
+
+Everything here is msgspec and plain Python: the gateway imports this module and must not pay for torch.
+"""
+
+import msgspec
+
+from preprocess.types import MediaKey, MediaLayout, MediaOptions, Modality
+
+
+class EmbeddingRef(msgspec.Struct, frozen=True, kw_only=True):
+    """Names the rows of one medium in a shared-memory arena; holds them alive through `lease_id`, carries no bytes.
+
+    The tensor is `[num_rows, width]`, contiguous, at `offset_bytes` of the segment `arena`. `checksum` is xxh3-64 of its
+    bytes. A reader that finds another checksum or no such segment must treat the embedding as lost and ask again.
+    """
+
+    key: MediaKey
+    arena: str
+    offset_bytes: int
+    num_rows: int
+    width: int
+    dtype: str
+    checksum: int
+    lease_id: str
+
+
+class StageTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds one medium spent in each step of the encoder; all zero on a cache hit except `queue_s`."""
+
+    queue_s: float = 0.0
+    prepare_s: float = 0.0
+    batch_wait_s: float = 0.0
+    tower_s: float = 0.0
+
+
+class EncodeRequest(msgspec.Struct, frozen=True, kw_only=True, tag="encode"):
+    """Ask for the embedding of one medium. The content travels as the first tensor frame (uint8), never in here.
+
+    `key` was computed by the sender from the content, the options and the encoder's own fingerprint. `inline` asks for the
+    rows as a tensor frame in the reply, for a reader that cannot map the arena (another host).
+    """
+
+    request_id: str
+    key: MediaKey
+    modality: Modality
+    options: MediaOptions
+    deadline_unix_s: float
+    inline: bool = False
+
+
+class EncodeReply(msgspec.Struct, frozen=True, kw_only=True, tag="encoded"):
+    request_id: str
+    key: MediaKey
+    layout: MediaLayout
+    ref: EmbeddingRef
+    cached: bool
+    timings: StageTimings
+    warnings: tuple[str, ...] = ()
+
+
+class EncodeFailure(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """The one reply of a request that could not be served. `status` is the HTTP status it maps to."""
+
+    request_id: str
+    code: str
+    message: str
+    status: int
+    retry_after_s: float | None = None
+
+
+class CancelEncode(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
+    request_id: str
+
+
+class ReleaseLeases(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
+    lease_ids: tuple[str, ...]
+
+
+class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
+    sequence: int
+
+
+class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
+    """Answer to `Ping`: who the encoder is and how loaded. `incarnation` changes with every start of the process."""
+
+    sequence: int
+    replica: str
+    incarnation: str
+    fingerprint: str
+    width: int
+    dtype: str
+    modalities: tuple[Modality, ...]
+    num_pending: int
+    num_cached: int
+    cached_bytes: int
+    capacity_bytes: int
+    leased_bytes: int
+    ready: bool
+    counters: dict[str, float] = {}
+
+
+ToEncoder = EncodeRequest | CancelEncode | ReleaseLeases | Ping
+FromEncoder = EncodeReply | EncodeFailure | EncoderInfo

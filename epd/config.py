@@ -1,0 +1,106 @@
+"""Settings of the gateway and of the workers: frozen, validated at birth, read once by `cli.load`.
+
+Nothing below this module reads an environment variable or a file of settings.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from epd.types import Role
+
+
+def _positive(owner: str, **values: float) -> None:
+    for name, value in values.items():
+        if value <= 0:
+            raise ValueError(f"{owner}.{name} is {value}; it must be greater than 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One worker. `kv_budget_bytes` is split over the two pools by `epd.kv.layout.plan_pools`.
+
+    `chunk_tokens` is the token budget of one step: prompts longer than that are computed in chunks, between which decode
+    steps run. `window_left` overrides the model's sliding window (see `epd.model.config`). `threads` is torch's.
+    """
+
+    model_dir: Path
+    model_name: str
+    role: Role
+    name: str = "worker-0"
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int = 1
+    page_size: int = 16
+    kv_budget_bytes: int = 256 << 20
+    expected_sequence_tokens: int = 2048
+    chunk_tokens: int = 512
+    max_running: int = 16
+    max_waiting: int = 256
+    prefix_cache: bool = True
+    retention_stride_tokens: int = 4096
+    dense_retention_tokens: int = 2048
+    decode_release_interval_tokens: int = 128
+    window_left: int | None = None
+    peer_timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        _positive(
+            "engine",
+            threads=self.threads,
+            page_size=self.page_size,
+            kv_budget_bytes=self.kv_budget_bytes,
+            expected_sequence_tokens=self.expected_sequence_tokens,
+            chunk_tokens=self.chunk_tokens,
+            max_running=self.max_running,
+            max_waiting=self.max_waiting,
+            retention_stride_tokens=self.retention_stride_tokens,
+            decode_release_interval_tokens=self.decode_release_interval_tokens,
+            peer_timeout_s=self.peer_timeout_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchPolicy:
+    """What the gateway may fetch for a client. `media_roots` opens file: URLs under these folders only."""
+
+    media_roots: tuple[Path, ...] = ()
+    allow_private_addresses: bool = False
+    max_bytes: int = 256 << 20
+    timeout_s: float = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """The HTTP side. Addresses are ZMQ endpoints (`ipc://` or `tcp://`), one per process of the stage."""
+
+    model_dir: Path
+    model_name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    encoders: tuple[str, ...] = ()
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    fetch: FetchPolicy = field(default_factory=FetchPolicy)
+    max_body_bytes: int = 512 << 20
+    max_inflight: int = 256
+    request_timeout_s: float = 300.0
+    connect_timeout_s: float = 2.0
+    heartbeat_s: float = 0.5
+    worker_timeout_s: float = 15.0
+    max_attempts: int = 3
+    default_max_tokens: int = 512
+    api_keys: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _positive(
+            "gateway",
+            max_body_bytes=self.max_body_bytes,
+            max_inflight=self.max_inflight,
+            request_timeout_s=self.request_timeout_s,
+            heartbeat_s=self.heartbeat_s,
+            worker_timeout_s=self.worker_timeout_s,
+            max_attempts=self.max_attempts,
+            default_max_tokens=self.default_max_tokens,
+        )
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"gateway.port is {self.port}; allowed: 0 to 65535")

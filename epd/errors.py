@@ -1,0 +1,55 @@
+"""Errors of the pipeline that a client sees. Each knows its HTTP status and a code in snake_case."""
+
+
+class ServeError(Exception):
+    """Base: `param` names the request field or part at fault, when one is."""
+
+    status = 500
+    code = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequest(ServeError):
+    status = 400
+    code = "invalid_request"
+
+
+class ContextTooLong(ServeError):
+    """Prompt, or prompt plus `max_tokens`, beyond the model's context."""
+
+    status = 400
+    code = "context_length_exceeded"
+
+
+class ModelNotFound(ServeError):
+    status = 404
+    code = "model_not_found"
+
+
+class BodyTooLarge(ServeError):
+    status = 413
+    code = "body_too_large"
+
+
+class DeadlineExceeded(ServeError):
+    status = 504
+    code = "deadline_exceeded"
+
+
+class Overloaded(ServeError):
+    """Refused at admission; `retry_after_s` says when to come back."""
+
+    status = 503
+    code = "overloaded"
+
+
+class StageUnavailable(ServeError):
+    """A stage is down and the retry was used up."""
+
+    status = 503
+    code = "stage_unavailable"

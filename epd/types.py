@@ -1,0 +1,189 @@
+"""What travels between gateway, prefill and decode. All frozen, all msgspec; importing this costs no torch.
+
+    gateway --Submit--> prefill --KvTransfer--> decode
+    gateway <--TokenDelta, Finish-- prefill and decode
+
+Every admitted request ends with exactly one `Finish`, sent by the worker that held it last.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+from encoder.types import EmbeddingRef
+from preprocess.types import MediaKey
+
+
+class Role(StrEnum):
+    """What a worker does: compute prompts and hand the KV over, continue from handed-over KV, or both in one process."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+class MediaSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """Prompt tokens `[start, stop)` are placeholders of one medium: its embedding rows `[row_start, row_start + stop - start)`.
+
+    `media` indexes `GenerateRequest.embeddings`. Placeholder j of the prompt has the identity (key, row), never its pad id.
+    """
+
+    start: int
+    stop: int
+    key: MediaKey
+    row_start: int
+    media: int
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """`temperature` 0 is greedy. `top_logprobs` None means no log-probabilities, 0 only the chosen token's."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    top_logprobs: int | None = None
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt to continue.
+
+    `request_id` is unique per attempt: a retry after a lost worker is a new id, so late messages of the old attempt cannot
+    reach it. `num_emitted` counts output tokens of earlier attempts that are already part of `token_ids`; it offsets
+    `TokenDelta.index` and the sampling position, so that a retried seed draws what the first attempt would have drawn.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    spans: tuple[MediaSpan, ...] = ()
+    embeddings: tuple[EmbeddingRef, ...] = ()
+    sampling: SamplingParams
+    arrival_unix_s: float
+    deadline_unix_s: float
+    num_emitted: int = 0
+    use_cache: bool = True
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of one attempt. `cached_tokens` came from the prefix tree, `healed_tokens` were re-run to restore windows."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    healed_tokens: int = 0
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
+    """Gateway to prefill (or a `both` worker). `decode_address` names where the KV goes; None when this worker decodes too."""
+
+    request: GenerateRequest
+    decode_address: str | None = None
+    decode_incarnation: str | None = None
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
+    request_id: str
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """Sent by a gateway on connect and then as its heartbeat. A worker ends the requests of a gateway that falls silent."""
+
+    sequence: int
+
+
+class ExpectKv(msgspec.Struct, frozen=True, kw_only=True, tag="expect"):
+    """Gateway to decode: a transfer for this request will come from a prefill worker; deltas go to the sender of this."""
+
+    request: GenerateRequest
+
+
+class KvTransfer(msgspec.Struct, frozen=True, kw_only=True, tag="kv"):
+    """Prefill to decode: KV of `num_tokens` prompt tokens and the first generated token.
+
+    Tensors, in this order: for each full-attention layer K `[full pages, P, heads, 192]` and V `[.., 128]` of the pages from
+    `first_full_page` on; then for each window layer (MTP heads last) K and V of the live window's pages only, from
+    `first_window_page` on. `incarnation` is the decode process the prefill side was told to send to; any other refuses.
+    """
+
+    request_id: str
+    incarnation: str
+    num_tokens: int
+    first_token: int
+    page_size: int
+    num_full_layers: int
+    num_window_layers: int
+    first_full_page: int
+    num_full_pages: int
+    first_window_page: int
+    num_window_pages: int
+    cached_tokens: int
+    healed_tokens: int
+    layout_fingerprint: str
+
+
+class KvRefused(msgspec.Struct, frozen=True, kw_only=True, tag="kv_refused"):
+    request_id: str
+    message: str
+
+
+class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
+    """Output tokens `[index, index + len(token_ids))` of the whole answer, earlier attempts included."""
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Finish(msgspec.Struct, frozen=True, kw_only=True, tag="finish"):
+    """The end of an attempt. `retryable` marks a failure of the machinery, not of the request."""
+
+    request_id: str
+    reason: FinishReason
+    usage: Usage
+    status: int = 200
+    code: str = ""
+    message: str = ""
+    retryable: bool = False
+    timings: dict[str, float] = {}
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, tag="worker"):
+    """A worker's answer to `Hello`. `incarnation` changes with every start of the process."""
+
+    sequence: int
+    worker: str
+    incarnation: str
+    role: Role
+    address: str
+    model: str
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    num_waiting: int
+    num_running: int
+    full_pages_free: int
+    full_pages_total: int
+    window_pages_free: int
+    window_pages_total: int
+    ready: bool
+    counters: dict[str, float] = {}
+
+
+ToWorker = Submit | Abort | Hello | ExpectKv | KvTransfer
+FromWorker = TokenDelta | Finish | WorkerInfo | KvRefused
