@@ -1,0 +1,288 @@
+"""The text model's configuration, read once from a Hugging Face `config.json`.
+
+Everything comes from the file; a value this model does not implement is refused by name. Free of torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from epd.kernels.base import AttentionSpec
+
+ProjectionLayout = Literal["split", "fused_qkv"]
+RouterDtype = Literal["float32", "bfloat16"]
+
+
+class ConfigError(ValueError):
+    """A key of the model configuration is absent, malformed or holds a value that is not implemented."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """One decoder layer. `window_left` is None exactly when the layer is full."""
+
+    index: int
+    is_window: bool
+    window_left: int | None
+    num_heads: int
+    num_kv_heads: int
+    qk_dim: int
+    v_dim: int
+    rope_theta: float
+    rotary_dim: int
+    has_sink: bool
+    is_moe: bool
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The part of the layer that attention backends see."""
+        return AttentionSpec(
+            index=self.index,
+            window_left=self.window_left,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            qk_dim=self.qk_dim,
+            v_dim=self.v_dim,
+            scale=self.qk_dim**-0.5,
+        )
+
+    @property
+    def qkv_rows(self) -> tuple[int, int, int]:
+        """Rows of the query, key and value projections."""
+        return self.num_heads * self.qk_dim, self.num_kv_heads * self.qk_dim, self.num_kv_heads * self.v_dim
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """Routed experts. Scores are sigmoids; the correction bias takes part in the choice alone."""
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    num_groups: int
+    num_groups_per_token: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    router_dtype: RouterDtype
+
+
+@dataclass(frozen=True, slots=True)
+class TextConfig:
+    """The whole text model. `window_layer` is the geometry every draft head copies."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    rms_norm_eps: float
+    value_scale: float
+    max_position_embeddings: int
+    layers: tuple[LayerConfig, ...]
+    window_layer: LayerConfig
+    moe: MoeConfig
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
+    projection_layout: ProjectionLayout
+    num_qkv_shards: int
+    quant_block: tuple[int, int] | None
+    initializer_range: float
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the trunk, draft heads not counted."""
+        return len(self.layers)
+
+    def mtp_layer(self, k: int) -> LayerConfig:
+        """Return draft head k's layer: window geometry, dense feed-forward, numbered after the trunk."""
+        return replace(self.window_layer, index=self.num_layers + k)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, object], window_left: int | None = None) -> "TextConfig":
+        """Read `config.json`. `window_left` overrides the reach of window layers (default: sliding window - 1).
+
+        Published engines disagree by one token on the reach: 127 for a configured 128 is what the checkpoint's own code
+        and vLLM use, 128 is what SGLang uses. Raises ConfigError naming the key.
+        """
+        keys = _Keys(config)
+        _refuse_unimplemented(keys)
+        num_layers = keys.integer("num_hidden_layers")
+        pattern = keys.integers("hybrid_layer_pattern", length=num_layers, allowed=(0, 1))
+        is_moe = keys.integers("moe_layer_freq", length=num_layers, allowed=(0, 1))
+        reach = _window_left(keys) if window_left is None else window_left
+        if reach < 0:
+            raise ConfigError(f"window_left: {reach} is negative")
+        full = _layer(keys, "", window_left=None)
+        window = _layer(keys, "swa_", window_left=reach)
+        layers = tuple(
+            replace(window if pattern[i] else full, index=i, is_moe=bool(is_moe[i])) for i in range(num_layers)
+        )
+        return cls(
+            vocab_size=keys.integer("vocab_size"),
+            hidden_size=keys.integer("hidden_size"),
+            intermediate_size=keys.integer("intermediate_size"),
+            rms_norm_eps=keys.number("layernorm_epsilon"),
+            value_scale=keys.number("attention_value_scale"),
+            max_position_embeddings=keys.integer("max_position_embeddings"),
+            layers=layers,
+            window_layer=window,
+            moe=_moe(keys),
+            eos_token_ids=_eos_token_ids(keys),
+            pad_token_id=keys.optional_integer("pad_token_id"),
+            projection_layout=_projection_layout(keys),
+            num_qkv_shards=full.num_kv_heads,
+            quant_block=_quant_block(keys),
+            initializer_range=keys.number("initializer_range", default=0.02),
+        )
+
+
+class _Keys:
+    """Typed reads of a mapping that name the key when they fail. JSON null counts as absent."""
+
+    def __init__(self, config: Mapping[str, object]) -> None:
+        self._config = config
+
+    def get(self, key: str) -> object:
+        return self._config.get(key)
+
+    def integer(self, key: str) -> int:
+        value = self._config.get(key)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ConfigError(f"{key}: expected an integer, got {value!r}")
+        return value
+
+    def optional_integer(self, key: str) -> int | None:
+        return None if self._config.get(key) is None else self.integer(key)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._config.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise ConfigError(f"{key}: expected a number, got {value!r}")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        value = self._config.get(key)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{key}: expected true or false, got {value!r}")
+        return value
+
+    def integers(self, key: str, *, length: int, allowed: tuple[int, ...]) -> list[int]:
+        value = self._config.get(key)
+        if not isinstance(value, (list, tuple)) or len(value) != length or any(v not in allowed for v in value):
+            raise ConfigError(f"{key}: expected a list of {length} values out of {allowed}, got {value!r}")
+        return [int(v) for v in value]
+
+    def one_of(self, key: str, allowed: tuple[object, ...]) -> object:
+        value = self._config.get(key)
+        if value not in allowed:
+            raise ConfigError(f"{key}: {value!r} is not implemented, allowed are {allowed}")
+        return value
+
+
+def _refuse_unimplemented(keys: _Keys) -> None:
+    keys.one_of("attention_bias", (None, False))
+    keys.one_of("tie_word_embeddings", (None, False))
+    keys.one_of("n_shared_experts", (None, 0))
+    keys.one_of("scoring_func", ("sigmoid",))
+    keys.one_of("topk_method", ("noaux_tc",))
+    keys.one_of("hidden_act", ("silu",))
+    scaling = keys.get("rope_scaling")
+    if isinstance(scaling, Mapping):
+        kind = scaling.get("rope_type", scaling.get("type"))
+        if kind != "default":
+            raise ConfigError(f"rope_scaling: type {kind!r} is not implemented, allowed are ('default', None)")
+    elif scaling is not None:
+        raise ConfigError(f"rope_scaling: expected an object or null, got {scaling!r}")
+
+
+def _window_left(keys: _Keys) -> int:
+    sizes = {key: keys.integer(key) for key in ("sliding_window", "sliding_window_size") if keys.get(key) is not None}
+    if not sizes:
+        raise ConfigError("sliding_window: expected an integer, got None")
+    if len(set(sizes.values())) > 1:
+        raise ConfigError(f"sliding_window: disagrees with its duplicate, {sizes}")
+    return next(iter(sizes.values())) - 1
+
+
+def _layer(keys: _Keys, prefix: str, *, window_left: int | None) -> LayerConfig:
+    """Read the geometry of one kind of layer; `prefix` is "swa_" for the window kind."""
+    qk_dim = keys.integer(f"{prefix}head_dim")
+    num_heads = keys.integer(f"{prefix}num_attention_heads")
+    num_kv_heads = keys.integer(f"{prefix}num_key_value_heads")
+    if num_heads % num_kv_heads:
+        raise ConfigError(f"{prefix}num_key_value_heads: {num_kv_heads} does not divide {num_heads} query heads")
+    is_window = window_left is not None
+    # A truncation by definition: 192 * 0.334 = 64.128 means 64.
+    rotary_dim = int(qk_dim * keys.number("partial_rotary_factor", default=1.0))
+    if rotary_dim % 2:
+        raise ConfigError(f"partial_rotary_factor: gives an odd rotary width, {rotary_dim} of {qk_dim}")
+    return LayerConfig(
+        index=0,
+        is_window=is_window,
+        window_left=window_left,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        qk_dim=qk_dim,
+        v_dim=keys.integer(f"{prefix}v_head_dim"),
+        rope_theta=keys.number(f"{prefix}rope_theta"),
+        rotary_dim=rotary_dim,
+        has_sink=keys.flag("add_swa_attention_sink_bias" if is_window else "add_full_attention_sink_bias"),
+        is_moe=False,
+    )
+
+
+def _moe(keys: _Keys) -> MoeConfig:
+    num_experts = keys.integer("n_routed_experts")
+    num_experts_per_token = keys.integer("num_experts_per_tok")
+    num_groups = keys.optional_integer("n_group") or 1
+    num_groups_per_token = keys.optional_integer("topk_group") or 1
+    if num_experts % num_groups or num_groups_per_token > num_groups:
+        raise ConfigError(f"n_group: {num_experts} experts in {num_groups} groups, {num_groups_per_token} per token")
+    if num_experts_per_token > num_experts // num_groups * num_groups_per_token:
+        raise ConfigError(f"num_experts_per_tok: {num_experts_per_token} is more than the experts a token may choose")
+    router_dtype = keys.get("moe_router_dtype")
+    if router_dtype is None:
+        router_dtype = "float32"
+    if router_dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"moe_router_dtype: {router_dtype!r} is not implemented, allowed are float32, bfloat16")
+    return MoeConfig(
+        num_experts=num_experts,
+        num_experts_per_token=num_experts_per_token,
+        intermediate_size=keys.integer("moe_intermediate_size"),
+        num_groups=num_groups,
+        num_groups_per_token=num_groups_per_token,
+        norm_topk_prob=keys.flag("norm_topk_prob"),
+        routed_scaling_factor=keys.number("routed_scaling_factor", default=1.0),
+        router_dtype="bfloat16" if router_dtype == "bfloat16" else "float32",
+    )
+
+
+def _projection_layout(keys: _Keys) -> ProjectionLayout:
+    layout = keys.one_of("attention_projection_layout", (None, "split", "fused_qkv"))
+    return "fused_qkv" if layout == "fused_qkv" else "split"
+
+
+def _quant_block(keys: _Keys) -> tuple[int, int] | None:
+    quantization = keys.get("quantization_config")
+    if quantization is None:
+        return None
+    if not isinstance(quantization, Mapping):
+        raise ConfigError(f"quantization_config: expected an object, got {quantization!r}")
+    nested = _Keys(quantization)
+    nested.one_of("quant_method", ("fp8",))
+    nested.one_of("store_dtype", (None, "fp8"))
+    nested.one_of("fmt", (None, "e4m3"))
+    block = quantization.get("weight_block_size")
+    if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(isinstance(b, int) and b > 0 for b in block):
+        raise ConfigError(f"quantization_config.weight_block_size: expected two positive integers, got {block!r}")
+    return block[0], block[1]
+
+
+def _eos_token_ids(keys: _Keys) -> tuple[int, ...]:
+    value = keys.get("eos_token_id")
+    if value is None:
+        return ()
+    values = value if isinstance(value, (list, tuple)) else [value]
+    if not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
+        raise ConfigError(f"eos_token_id: expected an integer or a list of integers, got {value!r}")
+    return tuple(values)
