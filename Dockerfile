@@ -1,0 +1,24 @@
+# One image for every role: `docker run IMAGE serve --mode epd`, or a single stage (see the README).
+FROM python:3.11-slim AS build
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE ./
+COPY preprocess preprocess
+COPY encoder encoder
+COPY epd epd
+COPY cli cli
+COPY configs configs
+RUN python -m venv /opt/mimo && /opt/mimo/bin/pip install --no-cache-dir .
+
+FROM python:3.11-slim
+# libgomp1: torch's OpenMP runtime. The media libraries ship inside their wheels.
+RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 && rm -rf /var/lib/apt/lists/* \
+    && useradd --create-home mimo
+COPY --from=build /opt/mimo /opt/mimo
+ENV PATH=/opt/mimo/bin:$PATH
+USER mimo
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=3s --start-period=60s \
+    CMD python -c "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/ready', timeout=2)"
+ENTRYPOINT ["mimo"]
+# Inside a container loopback reaches nobody, so the container binds all its interfaces; publish the port as you see fit.
+CMD ["serve", "--mode", "epd", "--host", "0.0.0.0"]
