@@ -1,0 +1,265 @@
+"""Settings of the media path, frozen, units in names. Model settings come from a checkpoint's config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar
+
+import msgspec
+
+from preprocess.errors import MediaInvalid
+from preprocess.types import MERGE_SIZE, PATCH_SIZE, TEMPORAL_PATCH_SIZE, MediaOptions
+
+VideoBackend = Literal["pyav", "decord"]
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class FetchLimits:
+    """What a fetch may cost and where it may go."""
+
+    max_bytes: int = 256 * 1024 * 1024
+    timeout_s: float = 30.0
+    """For one source, all redirects together."""
+    max_redirects: int = 5
+    allow_private_addresses: bool = False
+    """True lets URLs reach loopback, private and link-local addresses. For tests and closed networks."""
+    media_roots: tuple[Path, ...] = ()
+    """Directories that file: URLs may read; none by default, so file: is off."""
+    max_concurrency: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("max_bytes", "timeout_s", "max_concurrency"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed is above 0")
+        if self.max_redirects < 0:
+            raise ValueError(f"max_redirects is {self.max_redirects}, allowed is 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLimits:
+    """Refused from headers before a raster is allocated, and again while decoding. Not part of a medium's identity."""
+
+    max_image_pixels: int = 100_000_000
+    max_frame_pixels: int = 36_000_000
+    max_video_frames: int = 1_000_000
+    """Frames in the file, not sampled frames."""
+    max_duration_s: float = 4 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class ImageBudget:
+    min_pixels: int
+    max_pixels: int
+
+
+@dataclass(frozen=True, slots=True)
+class VideoBudget:
+    """How many frames are taken, and how many pixels each may have."""
+
+    min_pixels: int
+    max_pixels: int
+    total_max_pixels: int
+    fps: float
+    min_frames: int
+    max_frames: int
+    num_frames: int | None
+    use_audio: bool | None
+    """None: the audio track is used if there is one. True requires one."""
+
+
+@dataclass(frozen=True, slots=True)
+class AudioBudget:
+    """The log-mel front end."""
+
+    rate_hz: int = 24_000
+    num_fft: int = 960
+    window_size: int = 960
+    hop_length: int = 240
+    num_mels: int = 128
+    fmin_hz: float = 0.0
+    fmax_hz: float | None = None
+    """None: half the rate."""
+    tokens_per_s: float = 6.25
+
+
+# Engines' own defaults, used where a checkpoint's key is missing or null; one unit is a merged patch of 32 x 32.
+_UNIT_PIXELS: Final = (PATCH_SIZE * MERGE_SIZE) ** 2
+_FALLBACKS: Final[Mapping[str, Any]] = {
+    "image_min_pixels": 4 * _UNIT_PIXELS,
+    "image_max_pixels": 4096 * _UNIT_PIXELS,
+    "video_min_pixels": 4 * _UNIT_PIXELS,
+    "video_max_pixels": 4096 * _UNIT_PIXELS,
+    "video_total_max_pixels": 16384 * _UNIT_PIXELS,
+    "fps": 2.0,
+    "max_frames": 256,
+    "min_frames": 8,
+    "num_frames": None,
+    "audio_sampling_rate": 24_000,
+    "audio_nfft": 960,
+    "audio_window_size": 960,
+    "audio_hop_length": 240,
+    "audio_n_mels": 128,
+    "audio_fmin": 0,
+    "audio_fmax": None,
+    "audio_input_id_per_second": 25.0,
+    "audio_group_size": 4,
+    "video_audio_interleave_length": 0.0,
+}
+# Values the arithmetic here is written for. A checkpoint that says otherwise is refused, not approximated.
+_REQUIRED: Final[Mapping[str, Any]] = {
+    "patch_size": PATCH_SIZE,
+    "merge_size": MERGE_SIZE,
+    "temporal_patch_size": TEMPORAL_PATCH_SIZE,
+    "temporal_compression_ratio": 1,
+    "use_video_timestamps": True,
+    "use_per_grid_t_timestamps": False,
+    "audio_stride_size": 2,
+    "audio_avg_pooler": 2,
+    "audio_group_size": 4,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorConfig:
+    """Everything that decides what `prepare` computes from given bytes."""
+
+    image: ImageBudget
+    video: VideoBudget
+    audio: AudioBudget = AudioBudget()
+    interleave_s: float = 0.0
+    """How video and its audio alternate in a prompt; see `preprocess.tokens.expand`."""
+    video_backend: VideoBackend = "pyav"
+    limits: DecodeLimits = field(default_factory=DecodeLimits)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, object]) -> ProcessorConfig:
+        """Reads `processor_config` of a Hugging Face config.json.
+
+        Raises ValueError naming key, value and what is allowed.
+        """
+        section = config.get("processor_config")
+        if not isinstance(section, Mapping):
+            raise ValueError(f"processor_config is {section!r}, allowed is an object")
+        for key, required in _REQUIRED.items():
+            found = section.get(key)
+            if found is not None and found != required:
+                raise ValueError(f"processor_config.{key} is {found!r}, allowed is {required!r}")
+        get = _Section(section)
+        return cls(
+            image=ImageBudget(get.integer("image_min_pixels"), get.integer("image_max_pixels")),
+            video=VideoBudget(
+                min_pixels=get.integer("video_min_pixels"),
+                max_pixels=get.integer("video_max_pixels"),
+                total_max_pixels=get.integer("video_total_max_pixels"),
+                fps=get.number("fps"),
+                min_frames=get.integer("min_frames"),
+                max_frames=get.integer("max_frames"),
+                num_frames=get.optional_integer("num_frames"),
+                use_audio=None,
+            ),
+            audio=AudioBudget(
+                rate_hz=get.integer("audio_sampling_rate"),
+                num_fft=get.integer("audio_nfft"),
+                window_size=get.integer("audio_window_size"),
+                hop_length=get.integer("audio_hop_length"),
+                num_mels=get.integer("audio_n_mels"),
+                fmin_hz=get.number("audio_fmin"),
+                fmax_hz=get.optional_number("audio_fmax"),
+                tokens_per_s=get.number("audio_input_id_per_second") / get.integer("audio_group_size"),
+            ),
+            interleave_s=get.number("video_audio_interleave_length"),
+        )
+
+    def image_budget(self, options: MediaOptions) -> ImageBudget:
+        """The image settings of one request. Raises MediaInvalid when an option passes the configured ceiling."""
+        _require_ceiling("max_pixels", options.max_pixels, self.image.max_pixels)
+        max_pixels = _given(options.max_pixels, self.image.max_pixels)
+        min_pixels = _lower_bound("min_pixels", options.min_pixels, self.image.min_pixels, max_pixels)
+        return ImageBudget(min_pixels=min_pixels, max_pixels=max_pixels)
+
+    def video_budget(self, options: MediaOptions) -> VideoBudget:
+        """The video settings of one request. Raises MediaInvalid when an option passes the configured ceiling."""
+        base = self.video
+        _require_ceiling("max_pixels", options.max_pixels, base.max_pixels)
+        _require_ceiling("max_frames", options.max_frames, base.max_frames)
+        _require_ceiling("num_frames", options.num_frames, base.max_frames)
+        max_pixels = _given(options.max_pixels, base.max_pixels)
+        max_frames = _given(options.max_frames, base.max_frames)
+        # A frame rate in the request replaces a frame count in the checkpoint's settings.
+        num_frames = base.num_frames if options.num_frames is None and options.fps is None else options.num_frames
+        return replace(
+            base,
+            min_pixels=_lower_bound("min_pixels", options.min_pixels, base.min_pixels, max_pixels),
+            max_pixels=max_pixels,
+            fps=_given(options.fps, base.fps),
+            min_frames=_lower_bound("min_frames", options.min_frames, base.min_frames, max_frames),
+            max_frames=max_frames,
+            num_frames=num_frames,
+            use_audio=options.use_audio if options.use_audio is not None else base.use_audio,
+        )
+
+    def fingerprint(self) -> bytes:
+        """Canonical bytes of all that changes the result; limits only decide whether there is one."""
+        fields = asdict(self)
+        del fields["limits"]
+        return msgspec.json.encode(fields, order="sorted")
+
+
+def _given(option: _T | None, default: _T) -> _T:
+    return default if option is None else option
+
+
+def _require_ceiling(name: str, option: int | None, ceiling: int) -> None:
+    if option is not None and option > ceiling:
+        raise MediaInvalid(f"{name} is {option}, this server allows at most {ceiling}")
+
+
+def _lower_bound(name: str, option: int | None, default: int, ceiling: int) -> int:
+    """A lower bound asked for must fit below the ceiling; the configured one gives way to a lowered ceiling."""
+    if option is None:
+        return min(default, ceiling)
+    if option > ceiling:
+        raise MediaInvalid(f"{name} is {option}, allowed is at most {ceiling} here")
+    return option
+
+
+class _Section:
+    """Typed reads from a JSON object, with the fallbacks for missing and null keys."""
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        self._values = values
+
+    def _read(self, key: str) -> object:
+        found = self._values.get(key)
+        return _FALLBACKS[key] if found is None else found
+
+    def optional_number(self, key: str) -> float | None:
+        found = self._read(key)
+        if found is None:
+            return None
+        if isinstance(found, bool) or not isinstance(found, int | float):
+            raise ValueError(f"processor_config.{key} is {found!r}, allowed is a number")
+        return float(found)
+
+    def number(self, key: str) -> float:
+        found = self.optional_number(key)
+        if found is None:
+            raise ValueError(f"processor_config.{key} is null, allowed is a number")
+        return found
+
+    def optional_integer(self, key: str) -> int | None:
+        found = self.optional_number(key)
+        if found is None:
+            return None
+        if found != int(found) or found < 0:
+            raise ValueError(f"processor_config.{key} is {found!r}, allowed is a whole number of 0 or more")
+        return int(found)
+
+    def integer(self, key: str) -> int:
+        found = self.optional_integer(key)
+        if found is None:
+            raise ValueError(f"processor_config.{key} is null, allowed is a whole number")
+        return found

@@ -1,0 +1,87 @@
+"""Everything that can be wrong with one medium. Each error carries the HTTP status and code an API edge should answer.
+
+    MediaError
+    |- MediaInvalid        400  the URL or an option makes no sense
+    |- MediaForbidden      400  address, scheme or root rules refuse the source
+    |- MediaUnreachable    400  no bytes came (504 when the reason was the deadline)
+    |- MediaTooLarge       413  bytes, pixels, frames or seconds over a limit
+    |- MediaUnsupported    415  recognised, but a kind this pipeline does not decode
+    |- MediaUndecodable    422  not recognised, truncated, damaged, empty
+    `- MediaDecodeTimeout  504  decoding ran past its deadline
+
+Messages say what was found and what was allowed. Naming the request's part is the caller's business.
+"""
+
+# ruff: noqa: N818 - the names say what happened to the medium; an "Error" at the end of each would say it twice.
+
+from __future__ import annotations
+
+
+class MediaError(Exception):
+    """Base of all of them.
+
+    Attributes: `message` for the client, `status` an HTTP status, `code` a snake_case word that does not change.
+    """
+
+    status: int = 400
+    code: str = "media_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class MediaInvalid(MediaError):
+    """The source or its options are malformed or contradict each other."""
+
+    status = 400
+    code = "media_invalid"
+
+
+class MediaForbidden(MediaError):
+    """The source is refused by policy: scheme, address range, port, or a path outside the configured roots."""
+
+    status = 400
+    code = "media_forbidden"
+
+
+class MediaUnreachable(MediaError):
+    """The bytes could not be fetched. `timed_out` turns the status into 504."""
+
+    status = 400
+    code = "media_unreachable"
+
+    def __init__(self, message: str, *, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
+        if timed_out:
+            self.status = 504
+            self.code = "media_timeout"
+
+
+class MediaTooLarge(MediaError):
+    """A limit on bytes, pixels, frames or seconds was exceeded."""
+
+    status = 413
+    code = "media_too_large"
+
+
+class MediaUnsupported(MediaError):
+    """The content was recognised and is a kind that is not decoded here (SVG, PDF, HTML, an absent codec)."""
+
+    status = 415
+    code = "media_unsupported"
+
+
+class MediaUndecodable(MediaError):
+    """The content is empty, damaged, truncated, or not media at all."""
+
+    status = 422
+    code = "media_undecodable"
+
+
+class MediaDecodeTimeout(MediaError):
+    """Decoding did not end before its deadline."""
+
+    status = 504
+    code = "media_decode_timeout"
