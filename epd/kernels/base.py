@@ -46,8 +46,8 @@ class AttentionContext(Protocol):
     def attend(self, spec: AttentionSpec, q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor, sink_N: Tensor | None) -> Tensor:
         """Return [T, N, V] in the dtype of `q_TNH`.
 
-        Queries and keys are rotated and values are scaled by the caller. `sink_N` is one extra logit per query head that takes
-        part in the normalisation and has no value.
+        Queries and keys are rotated and values are scaled by the caller. `sink_N` is one extra logit per query head; it
+        takes part in the normalisation and has no value.
         """
         ...
 
@@ -68,13 +68,14 @@ class KvStorage(Protocol):
 class PagedSequence:
     """Where one sequence's keys and values are, for one forward.
 
-    The forward computes positions [num_context, num_context + num_new). Logical page j holds positions [j * P, (j + 1) * P).
+    The forward computes positions [num_context, num_context + num_new); logical page j holds positions
+    [j * P, (j + 1) * P).
 
     `full_pages`: int64 [ceil((num_context + num_new) / P)], entry j is the full-pool page of logical page j.
-    `window_pages`: int64, entry i is the window-pool page of logical page `window_start_page + i`; it reaches the same end
-    as `full_pages`. Nothing before `window_start_page` is ever read. Both tensors lie on the device of the storage.
+    `window_pages`: int64, entry i is the window-pool page of logical page `window_start_page + i`; it reaches the same
+    end as `full_pages`. Nothing before `window_start_page` is ever read. Both tensors lie on the storage's device.
     `write_full` False leaves the full pages as they are: all of them must already hold [0, num_context + num_new), and
-    window layers may then begin at a point where earlier window pages are gone (their first tokens see a shorter window).
+    window layers may then begin where earlier window pages are gone (their first tokens see a shorter window).
     """
 
     num_new: int

@@ -1,0 +1,54 @@
+"""The attention block: projections, rotation and value scale. Where keys live is the attention context's business.
+
+Shape letters: T tokens, D hidden width, N query heads, K KV heads, H query/key width, V value width.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from epd.kernels.base import AttentionContext
+from epd.model.config import LayerConfig, TextConfig
+from epd.model.rope import Rotation, rotate
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm: computed in fp32, cast back, then multiplied by the weight as it is."""
+
+    def __init__(self, width: int, eps: float, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, dtype=dtype, device=device))
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = F.rms_norm(x.float(), (x.shape[-1],), eps=self._eps)
+        return normed.to(x.dtype) * self.weight
+
+
+class Attention(nn.Module):
+    """One layer's attention. `qkv_proj` is plain [Q; K; V] with heads in natural order, whatever the file held."""
+
+    def __init__(
+        self, config: TextConfig, layer: LayerConfig, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self._layer = layer
+        self._spec = layer.attention
+        self._value_scale = config.value_scale
+        width, out_width = config.hidden_size, layer.num_heads * layer.v_dim
+        self.qkv_proj = nn.Parameter(torch.empty(sum(layer.qkv_rows), width, dtype=dtype, device=device))
+        self.o_proj = nn.Parameter(torch.empty(width, out_width, dtype=dtype, device=device))
+        self.sink: nn.Parameter | None = None
+        if layer.has_sink:
+            self.sink = nn.Parameter(torch.empty(layer.num_heads, dtype=dtype, device=device))
+
+    def forward(self, hidden_TD: Tensor, table: Rotation, context: AttentionContext) -> Tensor:
+        """Return [T, D]. `table` is the rotation of the layer's own theta at the tokens' positions."""
+        layer = self._layer
+        q, k, v = torch.split(F.linear(hidden_TD, self.qkv_proj), list(layer.qkv_rows), dim=-1)
+        q_TNH = rotate(torch.unflatten(q, -1, (layer.num_heads, layer.qk_dim)), table)
+        k_TKH = rotate(torch.unflatten(k, -1, (layer.num_kv_heads, layer.qk_dim)), table)
+        # Scaled here, once: caches hold the scaled value.
+        v_TKV = torch.unflatten(v, -1, (layer.num_kv_heads, layer.v_dim)) * self._value_scale
+        out_TNV = context.attend(self._spec, q_TNH, k_TKH, v_TKV, self.sink)
+        return F.linear(out_TNV.flatten(1), self.o_proj)

@@ -1,0 +1,112 @@
+"""Feed-forward blocks: the dense SwiGLU and the routed experts.
+
+Shape letters: T tokens, D hidden width, I inner width, E experts, A experts per token.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from epd.model.config import MoeConfig
+
+
+class RouterStats:
+    """Collects, over one or more forwards, how many tokens each expert of each layer was given."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, Tensor] = {}
+
+    def record(self, layer_index: int, counts_E: Tensor) -> None:
+        """Add int64 [E] counts of one layer."""
+        seen = self._counts.get(layer_index)
+        self._counts[layer_index] = counts_E if seen is None else seen + counts_E
+
+    def tokens_per_expert(self) -> dict[int, Tensor]:
+        """Return int64 [E] per layer index, of the layers that have experts."""
+        return dict(self._counts)
+
+    def imbalance(self) -> dict[int, float]:
+        """Return, per layer index, the busiest expert's load over the mean load; 1.0 is perfect balance."""
+        return {i: float(c.max() / c.float().mean().clamp(min=1e-9)) for i, c in self._counts.items()}
+
+
+class DenseMlp(nn.Module):
+    """SwiGLU: down(silu(gate x) * up x). `gate_up` is [2I, D], gate rows first."""
+
+    def __init__(self, hidden_size: int, inner_size: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(2 * inner_size, hidden_size, dtype=dtype, device=device))
+        self.down = nn.Parameter(torch.empty(hidden_size, inner_size, dtype=dtype, device=device))
+
+    def forward(self, hidden_TD: Tensor) -> Tensor:
+        return _swiglu(hidden_TD, self.gate_up, self.down)
+
+
+class Moe(nn.Module):
+    """Routed experts. Router weight and correction bias are fp32 whatever the model's dtype is."""
+
+    correction_bias: Tensor
+
+    def __init__(self, hidden_size: int, config: MoeConfig, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self._config = config
+        num_experts, inner_size = config.num_experts, config.intermediate_size
+        self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * inner_size, hidden_size, dtype=dtype, device=device))
+        self.down = nn.Parameter(torch.empty(num_experts, hidden_size, inner_size, dtype=dtype, device=device))
+        self.router = nn.Parameter(torch.empty(num_experts, hidden_size, dtype=torch.float32, device=device))
+        # A buffer: balancing moves it by counting, never by gradient.
+        self.register_buffer("correction_bias", torch.empty(num_experts, dtype=torch.float32, device=device))
+
+    def forward(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output [T, D] and how many tokens each expert was given, int64 [E]."""
+        choice_TA, weight_TA = self.route(hidden_TD)
+        expert_of_row = choice_TA.flatten()
+        order = expert_of_row.argsort(stable=True)
+        counts_E = torch.bincount(expert_of_row, minlength=self._config.num_experts)
+        token_of_row = order // self._config.num_experts_per_token
+        rows = torch.split(hidden_TD.index_select(0, token_of_row), counts_E.tolist())
+        # unbind, not indexing: the backward of one index fills a zero tensor as large as all experts.
+        experts = zip(rows, self.gate_up.unbind(0), self.down.unbind(0), strict=True)
+        out_rows = torch.cat([_swiglu(x, gate_up, down) for x, gate_up, down in experts if x.shape[0]])
+        weighted = out_rows.float() * weight_TA.flatten().index_select(0, order)[:, None]
+        out_TD = torch.zeros(hidden_TD.shape, dtype=torch.float32, device=hidden_TD.device)
+        return out_TD.index_add(0, token_of_row, weighted).to(hidden_TD.dtype), counts_E
+
+    def route(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each token's experts, int64 [T, A], and their weights, fp32 [T, A].
+
+        The correction bias decides who is chosen and has no part in the weights.
+        """
+        config = self._config
+        score_TE = self._scores(hidden_TD)
+        choice_TE = score_TE.detach() + self.correction_bias
+        if config.num_groups > 1:
+            choice_TE = self._limit_groups(choice_TE)
+        choice_TA = choice_TE.topk(config.num_experts_per_token, dim=-1).indices
+        weight_TA = score_TE.gather(1, choice_TA)
+        if config.norm_topk_prob:
+            weight_TA = weight_TA / (weight_TA.sum(dim=-1, keepdim=True) + 1e-20)
+        return choice_TA, weight_TA * config.routed_scaling_factor
+
+    def _scores(self, hidden_TD: Tensor) -> Tensor:
+        """Return sigmoid scores, fp32 [T, E]; autocast must not reach the router."""
+        with torch.autocast(hidden_TD.device.type, enabled=False):
+            operands = hidden_TD.float(), self.router.float()
+            if self._config.router_dtype == "bfloat16":
+                # Operands are rounded, the sum stays fp32.
+                operands = operands[0].bfloat16().float(), operands[1].bfloat16().float()
+            return F.linear(*operands).sigmoid()
+
+    def _limit_groups(self, choice_TE: Tensor) -> Tensor:
+        """Mask the experts outside each token's best groups; a group scores the sum of its two best experts."""
+        config = self._config
+        choice_TGE = torch.unflatten(choice_TE, 1, (config.num_groups, -1))
+        group_TG = choice_TGE.topk(min(2, choice_TGE.shape[-1]), dim=-1).values.sum(dim=-1)
+        kept = group_TG.topk(config.num_groups_per_token, dim=-1).indices
+        is_kept_TG = torch.zeros_like(group_TG, dtype=torch.bool).scatter(1, kept, True)
+        return choice_TGE.masked_fill(~is_kept_TG[..., None], float("-inf")).flatten(1)
+
+
+def _swiglu(x_TD: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, up = F.linear(x_TD, gate_up).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, down)
