@@ -209,7 +209,9 @@ class AudioTokenizerConfig:
             ffn_dim=int(_require(config, "encoder_ffn_dim")),
             num_mels=int(config.get("n_mels", 128)),
             codebook_sizes=_int_list(_require(config, "codebook_size"), count, "codebook_size"),
-            skip_layer=None if config.get("encoder_skip_layer_id") is None else int(config["encoder_skip_layer_id"]) - 1,
+            skip_layer=None
+            if config.get("encoder_skip_layer_id") is None
+            else int(config["encoder_skip_layer_id"]) - 1,
             causal=bool(config.get("encoder_causal", True)),
             window_left=None if left < 0 else left,
             window_right=None if right < 0 else right,

@@ -99,3 +99,17 @@ def attend(q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, bias: Tensor | None =
         k_BHSD = k_BHSD.repeat_interleave(groups, dim=1)
         v_BHSD = v_BHSD.repeat_interleave(groups, dim=1)
     return F.scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, attn_mask=bias)
+
+
+@torch.no_grad()
+def init_linear_stack(
+    module: nn.Module, generator: torch.Generator, *, residual_names: tuple[str, ...], depth: int
+) -> None:
+    """Normal(0, 0.02) weights, zero biases, unit norms; residual writers divided by sqrt(2 * depth)."""
+    for name, parameter in module.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        if parameter.dim() > 1:
+            std = 0.02 / (2 * depth) ** 0.5 if owner.endswith(residual_names) else 0.02
+            parameter.normal_(0.0, std, generator=generator)
+        else:
+            parameter.fill_(1.0 if leaf == "weight" else 0.0)
