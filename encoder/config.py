@@ -22,7 +22,7 @@ def _require(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _int_list(value: int | str | Sequence[int], count: int, key: str) -> tuple[int, ...]:
-    """Per-channel sizes: an int, a digit string, a dash-separated string or a list; one value stands for all channels."""
+    """Sizes per channel from an int, a digit or dash-separated string, or a list; one value stands for all channels."""
     if isinstance(value, str):
         sizes = tuple(int(part) for part in value.split("-"))
     elif isinstance(value, int):
@@ -167,7 +167,7 @@ class AudioConfig:
 
 @dataclass(frozen=True, slots=True)
 class AudioTokenizerConfig:
-    """The audio tokenizer's encoder, from its own directory. Windows are inclusive distances in frames; None is unbounded."""
+    """The audio tokenizer's encoder. Windows are inclusive distances in positions; None is unbounded."""
 
     d_model: int
     num_layers: int
@@ -202,6 +202,7 @@ class AudioTokenizerConfig:
         left, right = (int(edge) for edge in config.get("encoder_attn_window_size", (-1, -1)))
         hybrid, period = bool(config.get("hybrid_attention", False)), int(config.get("swa_per_block", 1))
         count = int(_require(config, "num_quantizers"))
+        skip_id = config.get("encoder_skip_layer_id")
         return cls(
             d_model=int(_require(config, "d_model")),
             num_layers=layers,
@@ -209,9 +210,7 @@ class AudioTokenizerConfig:
             ffn_dim=int(_require(config, "encoder_ffn_dim")),
             num_mels=int(config.get("n_mels", 128)),
             codebook_sizes=_int_list(_require(config, "codebook_size"), count, "codebook_size"),
-            skip_layer=None
-            if config.get("encoder_skip_layer_id") is None
-            else int(config["encoder_skip_layer_id"]) - 1,
+            skip_layer=None if skip_id is None else int(skip_id) - 1,
             causal=bool(config.get("encoder_causal", True)),
             window_left=None if left < 0 else left,
             window_right=None if right < 0 else right,

@@ -12,7 +12,7 @@ CONFIG_FILES = ("config.json", "audio_tokenizer/config.json")
 
 
 def checkpoint_fingerprint(model_dir: Path) -> str:
-    """32 hex digits over the configs, every safetensors header, and the weights: whole small files, samples of large ones.
+    """32 hex digits over configs, safetensors headers and weights: whole small files, samples of large ones.
 
     Sampled ranges are spread evenly, so a fine-tune of any large part moves the value; a change that touches only
     bytes between samples and keeps every header does not. Raises FileNotFoundError without config.json or weights.

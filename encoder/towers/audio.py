@@ -1,13 +1,14 @@
 """The audio towers: log-mel -> discrete codes (audio tokenizer encoder) -> embedding rows (audio encoder).
 
-The tokenizer works on segments: a mel is cut into pieces of `segment_frames`, each encoded alone (positions, attention and
-convolution padding restart), the codes joined. Lengths: mel frames T -> L1 = ceil(T / 2) -> codes L2 = ceil(L1 / 2)
+The tokenizer works on segments: a mel is cut into pieces of `segment_frames`, each encoded alone (positions, attention
+and convolution padding restart), the codes joined. Lengths: mel frames T -> L1 = ceil(T / 2) -> codes L2 = ceil(L1 / 2)
 -> rows ceil(L2 / 4).
 
 Shape legend: B segments of equal length, T mel frames, L positions, C channels, Q quantizers, G groups of code frames.
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -88,20 +89,26 @@ class QuantizerLevel(nn.Module):
         return codes, embed[codes]
 
 
+class QuantizerLevels(nn.Module):
+    """The levels under the checkpoint's name."""
+
+    def __init__(self, config: AudioTokenizerConfig) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(QuantizerLevel(size, config.d_model) for size in config.codebook_sizes)
+
+
 class ResidualQuantizer(nn.Module):
     """Residual vector quantization in fp32, each level coding what the levels before left over."""
 
     def __init__(self, config: AudioTokenizerConfig) -> None:
         super().__init__()
-        self.vq = nn.Module()
-        self.vq.layers = nn.ModuleList(QuantizerLevel(size, config.d_model) for size in config.codebook_sizes)
+        self.vq = QuantizerLevels(config)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[N, C]` of any float dtype -> int64 codes `[N, Q]`."""
         residual, levels = x.float(), []
-        for level in self.vq.layers.children():
-            assert isinstance(level, QuantizerLevel)
-            codes, values = level.codes_and_values(residual)
+        for level in self.vq.layers:
+            codes, values = cast(QuantizerLevel, level).codes_and_values(residual)
             residual = residual - values
             levels.append(codes)
         return torch.stack(levels, dim=1)
@@ -134,7 +141,7 @@ class AudioTokenizer(nn.Module):
         """What the quantizer sees: `[T, num_mels]` -> `[L2, d_model]` in the module's dtype, segment by segment."""
         if mel.dim() != 2 or mel.shape[0] == 0 or mel.shape[1] != self.config.num_mels:
             raise ValueError(f"mel is {tuple(mel.shape)}, expected [frames >= 1, {self.config.num_mels}]")
-        return torch.cat([self.encode_segments(piece[None])[0] for piece in mel.split(self.segment_frames)])
+        return torch.cat([self.encode_segments(piece[None])[0] for piece in torch.split(mel, self.segment_frames)])
 
     def encode_segments(self, mel_BTC: Tensor) -> Tensor:
         """Segments of one length as a batch: `[B, T, num_mels]` -> `[B, L2, d_model]`, before the quantizer."""
@@ -248,7 +255,7 @@ class AudioProjection(nn.Module):
 
 
 class AudioEncoder(nn.Module):
-    """Codes to embedding rows. `speech_embeddings` is a top-level name in the checkpoint, the rest sits in `audio_encoder.`"""
+    """Codes to embedding rows. In the checkpoint `speech_embeddings` is top level, the rest is in `audio_encoder.`"""
 
     def __init__(self, config: AudioConfig) -> None:
         super().__init__()
@@ -263,7 +270,7 @@ class AudioEncoder(nn.Module):
         return rows
 
     def local_out(self, codes: Sequence[Tensor]) -> Tensor:
-        """After the local transformer: `[G, group_size, hidden]`. Raises ValueError for an empty or narrow code array."""
+        """After the local transformer: `[G, group_size, hidden]`. Raises ValueError for empty or narrow codes."""
         groups = torch.cat([self._to_groups(clip) for clip in codes])
         tables = list(self.speech_embeddings)
         x: Tensor = tables[0](groups[..., 0])

@@ -77,7 +77,7 @@ def rotary_tables(
 
 def split_heads(x_BSC: Tensor, num_heads: int) -> Tensor:
     """`[B, S, H * D]` to `[B, H, S, D]`."""
-    return x_BSC.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    return x_BSC.reshape(*x_BSC.shape[:2], num_heads, -1).transpose(1, 2)
 
 
 def band_mask(num_positions: int, left: int | None, right: int | None, device: torch.device) -> Tensor:

@@ -11,6 +11,7 @@ were put in column-major order. For a slice of 2 x 3 units, written as unit indi
 Shape legend: P patches of the call, B slices of one shape, S patches per slice, C channels, H query heads, D head dim.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -128,7 +129,7 @@ def band_attention(
     step = max(1, BLOCKS_PER_PASS // q_BHSD.shape[0])
     edges = [0, 2, *range(2 + step, num_blocks - 2, step), num_blocks - 2, num_blocks]
     outputs = []
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in itertools.pairwise(edges):
         blocks = torch.arange(start, stop, device=q_BHSD.device)
         if start >= 2 and stop <= num_blocks - 2:
             blocks = blocks[:1]
@@ -140,9 +141,9 @@ def band_attention(
 
 
 def _attend_blocks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, start: int, stop: int, window: int) -> Tensor:
-    """Blocks `[start, stop)` of padded q `[B, H, N * window, D]` against padded k, v (one window longer at both ends)."""
+    """Blocks `[start, stop)` of q `[B, H, N * window, D]` against k, v padded by one window at both ends."""
     num_slices, num_blocks = q.shape[0], stop - start
-    q_blocks = q[:, :, start * window : stop * window].unflatten(2, (num_blocks, window)).transpose(1, 2)
+    q_blocks = q[:, :, start * window : stop * window].unfold(2, window, window).permute(0, 2, 1, 4, 3)
     k_blocks, v_blocks = (
         x[:, :, start * window : (stop + 2) * window].unfold(2, 3 * window, window).permute(0, 2, 1, 4, 3)
         for x in (k, v)
@@ -150,7 +151,7 @@ def _attend_blocks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, start: int, st
     if bias.shape[0] > 1:
         bias = bias.expand(num_slices, *bias.shape).flatten(0, 1)
     out = _attend_with_sink(q_blocks.flatten(0, 1), k_blocks.flatten(0, 1), v_blocks.flatten(0, 1), bias)
-    return out.unflatten(0, (num_slices, num_blocks)).transpose(1, 2).flatten(2, 3)
+    return out.reshape(num_slices, num_blocks, *out.shape[1:]).transpose(1, 2).flatten(2, 3)
 
 
 def _attend_with_sink(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
@@ -177,7 +178,7 @@ class VisionAttention(nn.Module):
         qkv = self.qkv(x)
         outputs, start = [], 0
         for group in groups:
-            rows = qkv[start : start + group.num_patches].unflatten(0, (group.num_slices, -1))
+            rows = qkv[start : start + group.num_patches].reshape(group.num_slices, -1, qkv.shape[-1])
             q, k, v = rows.split((self.q_width, self.kv_width, self.kv_width), dim=-1)
             cos, sin = group.rotary_columns if by_columns else group.rotary_rows
             q = rotate_half(split_heads(q, self.config.num_heads), cos, sin)
@@ -260,7 +261,7 @@ class VisionTower(nn.Module):
         self._check(pixel_values, grids)
         order = sorted(range(len(grids)), key=lambda i: grids[i][1:])
         lengths = [t * h * w for t, h, w in grids]
-        pieces = pixel_values.split(lengths)
+        pieces = torch.split(pixel_values, lengths)
         x = self.patch_embed(torch.cat([pieces[i] for i in order]) if len(order) > 1 else pixel_values)
         groups = self._groups([grids[i] for i in order], x.device)
         by_columns = False
@@ -274,7 +275,7 @@ class VisionTower(nn.Module):
         rows: Tensor = self.merger(x)
         if len(order) == 1:
             return rows
-        pieces = rows.split([lengths[i] // self.config.patches_per_unit for i in order])
+        pieces = torch.split(rows, [lengths[i] // self.config.patches_per_unit for i in order])
         return torch.cat([pieces[order.index(i)] for i in range(len(order))])
 
     def init_weights(self, generator: torch.Generator) -> None:
@@ -305,6 +306,6 @@ class VisionTower(nn.Module):
 
 
 def _reorder(x: Tensor, groups: Sequence[_SliceGroup], *, to_columns: bool) -> Tensor:
-    pieces = x.split([group.num_patches for group in groups])
+    pieces = torch.split(x, [group.num_patches for group in groups])
     swapped = [g.to_columns(piece) if to_columns else g.to_rows(piece) for g, piece in zip(groups, pieces, strict=True)]
     return torch.cat(swapped) if len(swapped) > 1 else swapped[0]

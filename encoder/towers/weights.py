@@ -1,8 +1,8 @@
 """Tower weights between modules and a Hugging Face layout directory.
 
-A model directory holds config.json, the main checkpoint (one or several safetensors shards, with or without an index) with
-`visual.*`, `speech_embeddings.*` and `audio_encoder.*`, and `audio_tokenizer/` with its own config and weights. Only these
-tensors are read; the language model's are left alone.
+A model directory holds config.json, the main checkpoint (safetensors shards, with or without an index) with `visual.*`,
+`speech_embeddings.*` and `audio_encoder.*`, and `audio_tokenizer/` with its own config and weights. Only these tensors
+are read; the language model's are left alone.
 """
 
 import json
