@@ -1,0 +1,303 @@
+"""ZMQ transport: a ROUTER per worker, a DEALER for everyone who talks to it.
+
+Every DEALER sets ZMQ_IMMEDIATE: nothing is queued for a process that is not there, and what was queued when it died
+dies with it, so a restarted worker never sees the requests of its predecessor. Every ROUTER sets MANDATORY (an unknown
+peer is an error, not silence) and HANDOVER (a peer that reconnects keeps its identity). All lingers are 0.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from encoder.errors import WireError
+from encoder.wire import Buffer, Codec, TensorFrame
+from epd.transport.base import ChannelClosed, Message, Peer, PeerUnreachable, Received, WorkerDown
+from epd.transport.codec import from_worker_codec, to_worker_codec
+from epd.types import FromWorker, ToWorker
+
+logger = logging.getLogger(__name__)
+
+# Messages, not bytes: a peer that leaves this many unread is treated as gone.
+_HIGH_WATER = 8192
+_TRANSFER_HIGH_WATER = 64
+_RECONNECT_MS = 20
+_RECONNECT_MAX_MS = 1000
+# tcp only notices a host that vanished by these; a killed process is noticed at once.
+_HEARTBEAT_MS = 1000
+_HEARTBEAT_TIMEOUT_MS = 4000
+# Below this many bytes a copy is cheaper than handing the buffer over.
+_COPY_BELOW_BYTES = 64 << 10
+
+
+def _harden(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket", high_water: int) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, high_water)
+    socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+
+
+def _as_dealer(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket", high_water: int) -> None:
+    _harden(socket, high_water)
+    socket.setsockopt(zmq.IMMEDIATE, 1)
+    socket.setsockopt(zmq.ROUTING_ID, b"c" + uuid.uuid4().bytes)
+    socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Dealer:
+    socket: "zmq.Socket[bytes]"
+    opened_s: float
+
+
+class WorkerEndpoint:
+    """A worker's bound ROUTER and the DEALERs to the workers it sends to. Binds at once or raises zmq.ZMQError."""
+
+    def __init__(
+        self, address: str, *, connect_grace_s: float = 1.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
+        self._connect_grace_s = connect_grace_s
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        _harden(self._router, _HIGH_WATER)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._to_worker = to_worker_codec()
+        self._from_worker = from_worker_codec()
+        self._dealers: dict[str, _Dealer] = {}
+        self._num_dropped = 0
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._poller = zmq.Poller()
+        self._poller.register(self._router, zmq.POLLIN)
+        self._poller.register(self._wake_read, zmq.POLLIN)
+        try:
+            self._router.bind(address)
+        except zmq.ZMQError:
+            self.close()
+            raise
+        # tcp://127.0.0.1:* becomes the port that was chosen.
+        self._address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    @property
+    def num_dropped(self) -> int:
+        return self._num_dropped
+
+    def receive(self, timeout_s: float) -> list[Received]:
+        ready = dict(self._poller.poll(timeout=max(0, round(timeout_s * 1000))))
+        if self._wake_read in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake_read, 4096)
+        received: list[Received] = []
+        if self._router in ready:
+            self._drain_router(received)
+        for address, dealer in self._dealers.items():
+            if dealer.socket in ready:
+                self._drain_dealer(address, dealer.socket, received)
+        return received
+
+    def send(self, peer: Peer, message: Message, tensors: Sequence[TensorFrame] = ()) -> None:
+        if peer.address is not None:
+            self.send_to(peer.address, message, tensors)
+            return
+        try:
+            _send(self._router, [peer.identity, *self._from_worker.encode(message, tensors)])
+        except zmq.ZMQError as error:
+            raise PeerUnreachable(f"peer {peer} cannot be reached: {error}") from error
+
+    def connect(self, address: str) -> None:
+        if address in self._dealers:
+            return
+        socket = self._context.socket(zmq.DEALER)
+        _as_dealer(socket, _TRANSFER_HIGH_WATER)
+        socket.connect(address)
+        self._poller.register(socket, zmq.POLLIN)
+        self._dealers[address] = _Dealer(socket, self._clock())
+
+    def send_to(self, address: str, message: Message, tensors: Sequence[TensorFrame] = ()) -> None:
+        try:
+            self.connect(address)
+            dealer = self._dealers[address]
+            # Only a connection that is still coming up is waited for; one that broke is reported at once.
+            grace_s = dealer.opened_s + self._connect_grace_s - self._clock()
+            if grace_s > 0:
+                dealer.socket.poll(round(grace_s * 1000), zmq.POLLOUT)
+            _send(dealer.socket, self._to_worker.encode(message, tensors))
+        except zmq.ZMQError as error:
+            raise PeerUnreachable(f"worker at {address} cannot be reached: {error}") from error
+
+    def wake(self) -> None:
+        # A full pipe means a wake is already pending; a closed one that nobody waits any more.
+        with contextlib.suppress(OSError):
+            os.write(self._wake_write, b"w")
+
+    def close(self) -> None:
+        """Close every socket and drop what was not delivered. May be called twice."""
+        if self._context.closed:
+            return
+        for dealer in self._dealers.values():
+            dealer.socket.close(0)
+        self._router.close(0)
+        self._context.destroy(linger=0)
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _drain_router(self, received: list[Received]) -> None:
+        while (frames := _receive(self._router)) is not None:
+            identity, *rest = frames
+            self._decode(self._to_worker, Peer(bytes(identity)), rest, received)
+
+    def _drain_dealer(self, address: str, socket: "zmq.Socket[bytes]", received: list[Received]) -> None:
+        while (frames := _receive(socket)) is not None:
+            self._decode(self._from_worker, Peer(b"", address), frames, received)
+
+    def _decode(
+        self, codec: "Codec[ToWorker] | Codec[FromWorker]", peer: Peer, frames: list[Buffer], received: list[Received]
+    ) -> None:
+        try:
+            message, tensors = codec.decode(frames)
+        except WireError as error:
+            self._num_dropped += 1
+            logger.warning("dropped a malformed message of peer %s: %s", peer, error)
+            return
+        received.append(Received(peer, message, tuple(tensors)))
+
+
+class WorkerChannel:
+    """The gateway's DEALER to one worker, with a socket monitor that reports a lost connection within milliseconds."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        context: zmq.asyncio.Context | None = None,
+        on_connect: Callable[[], None] | None = None,
+        on_disconnect: Callable[[], None] | None = None,
+    ) -> None:
+        self.on_connect = on_connect
+        self.on_disconnect = on_disconnect
+        self._address = address
+        self._owns_context = context is None
+        self._context = zmq.asyncio.Context() if context is None else context
+        self._socket: zmq.asyncio.Socket | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._to_worker = to_worker_codec()
+        self._from_worker = from_worker_codec()
+        self._up = asyncio.Event()
+        self._down = asyncio.Event()
+        self._down.set()
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    @property
+    def connected(self) -> bool:
+        return self._up.is_set()
+
+    def open(self) -> None:
+        if self._socket is not None:
+            return
+        self._socket = self._context.socket(zmq.DEALER)
+        _as_dealer(self._socket, _HIGH_WATER)
+        monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._watch = asyncio.get_running_loop().create_task(self._follow(monitor), name=f"monitor {self._address}")
+        self._socket.connect(self._address)
+
+    async def send(self, message: ToWorker, tensors: Sequence[TensorFrame] = ()) -> None:
+        if self._socket is None or not self.connected:
+            raise WorkerDown(f"no connection to the worker at {self._address}")
+        frames = self._to_worker.encode(message, tensors)
+        try:
+            await self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=not tensors)
+        except zmq.ZMQError as error:
+            raise WorkerDown(f"worker at {self._address} takes no messages: {error}") from error
+
+    async def receive(self) -> tuple[FromWorker, tuple[TensorFrame, ...]]:
+        while True:
+            if self._socket is None:
+                raise ChannelClosed(f"channel to {self._address} is closed")
+            try:
+                frames = await self._socket.recv_multipart()
+            except (zmq.ZMQError, asyncio.CancelledError) as error:
+                # pyzmq cancels what waits on a socket that is closed; a cancelled task stays cancelled.
+                task = asyncio.current_task()
+                if self._socket is not None or (task is not None and task.cancelling()):
+                    raise
+                raise ChannelClosed(f"channel to {self._address} is closed") from error
+            try:
+                message, tensors = self._from_worker.decode(frames)
+            except WireError as error:
+                logger.warning("dropped a malformed message of worker %s: %s", self._address, error)
+                continue
+            return message, tuple(tensors)
+
+    async def wait_connected(self) -> None:
+        await self._up.wait()
+
+    async def wait_disconnected(self) -> None:
+        await self._down.wait()
+
+    def close(self) -> None:
+        """Close the socket; who waits in `receive` gets ChannelClosed. May be called twice."""
+        if self._socket is None:
+            return
+        socket, self._socket = self._socket, None
+        if self._watch is not None:
+            self._watch.cancel()
+        self._up.clear()
+        self._down.set()
+        socket.disable_monitor()
+        socket.close(0)
+        if self._owns_context:
+            self._context.destroy(linger=0)
+
+    async def _follow(self, monitor: zmq.asyncio.Socket) -> None:
+        try:
+            while True:
+                event = parse_monitor_message(await monitor.recv_multipart())["event"]
+                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    self._turn(self._up, self._down, self.on_connect)
+                elif event == zmq.EVENT_DISCONNECTED:
+                    self._turn(self._down, self._up, self.on_disconnect)
+        finally:
+            monitor.close(0)
+
+    def _turn(self, now: asyncio.Event, before: asyncio.Event, notify: Callable[[], None] | None) -> None:
+        if now.is_set():
+            return
+        now.set()
+        before.clear()
+        if notify is not None:
+            notify()
+
+
+def _send(socket: "zmq.Socket[bytes]", frames: list[Buffer]) -> None:
+    """One multipart message, never waiting. Raises zmq.ZMQError (EAGAIN at the high-water mark, EHOSTUNREACH)."""
+    large = any(memoryview(frame).nbytes >= _COPY_BELOW_BYTES for frame in frames)
+    socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=not large)
+
+
+def _receive(socket: "zmq.Socket[bytes]") -> list[Buffer] | None:
+    """The frames of one waiting message, or None. Large frames alias ZMQ's memory."""
+    try:
+        frames = socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        return None
+    return [frame.buffer if len(frame) >= _COPY_BELOW_BYTES else frame.bytes for frame in frames]
