@@ -1,1 +1,1 @@
-
+"""The `mimo` command line: settings, supervision, and the commands. Nothing imports it."""

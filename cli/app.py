@@ -1,0 +1,30 @@
+"""The `mimo` command: wires the subcommands together and turns known failures into one line and an exit code."""
+
+import sys
+
+import typer
+
+from cli.chat import chat
+from cli.encode import encode
+from cli.load import ConfigError
+from cli.serve import serve
+
+app = typer.Typer(
+    name="mimo",
+    help="Serve MiMo-V2.5 models as separate Encode, Prefill and Decode stages.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(serve)
+app.command()(encode)
+app.command()(chat)
+
+
+def main() -> None:
+    """Exit codes: 0 done, 1 failed, 2 the command or its settings are wrong."""
+    try:
+        app()
+    except ConfigError as error:
+        typer.echo(f"mimo: {error}", err=True)
+        sys.exit(2)

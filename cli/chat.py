@@ -1,0 +1,122 @@
+"""`mimo chat`: ask about media from a terminal, on a pipeline in this process or on a running server."""
+
+import asyncio
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import aiohttp
+import typer
+
+from cli.load import ConfigError, load
+from cli.media_files import MediaFileError, chat_part
+from preprocess.types import Modality
+
+
+class ChatFailed(Exception):
+    """The server refused or broke off; the message is its own."""
+
+
+def chat(
+    question: Annotated[
+        str | None, typer.Argument(help="What to ask; without it, a conversation starts.", show_default=False)
+    ] = None,
+    image: Annotated[list[Path] | None, typer.Option(help="A picture to ask about; repeatable.")] = None,
+    video: Annotated[list[Path] | None, typer.Option(help="A video to ask about; repeatable.")] = None,
+    audio: Annotated[list[Path] | None, typer.Option(help="A sound to ask about; repeatable.")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Ask this server, e.g. http://127.0.0.1:8000; else a local pipeline.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="A built-in model or a directory; with --url, the served name.")
+    ] = "mimo-nano",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.0,
+) -> None:
+    """Ask a question, with pictures, videos and sounds.
+
+    Example: mimo chat --image samples/picture.png "What is in the picture?"
+    """
+    try:
+        parts = [
+            chat_part(path, modality)
+            for modality, paths in ((Modality.IMAGE, image), (Modality.VIDEO, video), (Modality.AUDIO, audio))
+            for path in paths or []
+        ]
+    except MediaFileError as error:
+        raise ConfigError(str(error)) from error
+    sampling = {"max_tokens": max_tokens, "temperature": temperature}
+    try:
+        asyncio.run(_talk(url, model, parts, question, sampling))
+    except (ChatFailed, aiohttp.ClientError) as error:
+        typer.echo(f"mimo chat: {error}", err=True)
+        raise typer.Exit(1) from error
+    except (KeyboardInterrupt, EOFError):
+        typer.echo()
+
+
+async def _talk(
+    url: str | None, model: str, parts: Sequence[dict[str, Any]], question: str | None, sampling: dict[str, Any]
+) -> None:
+    async with _server(url, model) as (base_url, name), aiohttp.ClientSession(base_url) as session:
+        messages: list[dict[str, Any]] = []
+        pending = list(parts)
+        while True:
+            text = question if question is not None else await asyncio.to_thread(input, "you> ")
+            if text.strip():
+                messages.append({"role": "user", "content": [*pending, {"type": "text", "text": text}]})
+                pending = []
+                answer = ""
+                async for piece in _stream(session, {"model": name, "messages": messages, **sampling}):
+                    answer += piece
+                    sys.stdout.write(piece)
+                    sys.stdout.flush()
+                sys.stdout.write("\n")
+                messages.append({"role": "assistant", "content": answer})
+            if question is not None:
+                return
+
+
+async def _stream(session: aiohttp.ClientSession, body: dict[str, Any]) -> AsyncIterator[str]:
+    """Text pieces of one streamed answer. Raises ChatFailed with the server's message."""
+    async with session.post("/v1/chat/completions", json=body | {"stream": True}) as response:
+        if response.status != 200:
+            raise ChatFailed(_error_message(await response.text()))
+        async for raw in response.content:
+            line = raw.decode().strip()
+            if not line.startswith("data:") or line == "data: [DONE]":
+                continue
+            event = json.loads(line.removeprefix("data:"))
+            if "error" in event:
+                raise ChatFailed(event["error"]["message"])
+            for choice in event.get("choices", []):
+                yield choice["delta"].get("content") or ""
+
+
+def _error_message(body: str) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body or "no answer"
+
+
+@asynccontextmanager
+async def _server(url: str | None, model: str) -> AsyncIterator[tuple[str, str]]:
+    """Base URL and model name: the given server's, or a pipeline in this process for as long as it is needed."""
+    if url is not None:
+        yield url.rstrip("/"), model
+        return
+    from cli.unified import unified_server
+
+    runtime_dir = Path(tempfile.mkdtemp(prefix="mimo-"))
+    try:
+        config = load(runtime_dir=runtime_dir, flags={"mode": "unified", "model": model, "gateway": {"port": 0}})
+        async with unified_server(config) as port:
+            yield f"http://127.0.0.1:{port}", config.model_name
+    finally:
+        shutil.rmtree(runtime_dir, ignore_errors=True)

@@ -1,0 +1,268 @@
+"""Where files, environment and flags meet, once: TOML, then `MIMO_*`, then flags, into frozen settings.
+
+    [gateway]                      MIMO_GATEWAY__PORT=9000              --port 9000
+    port = 8000
+
+Every key is checked against the dataclass it fills. An unknown key, section or environment variable is refused with its
+name and the allowed ones; nothing is accepted and ignored.
+"""
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_type_hints
+
+import msgspec
+
+from encoder.config import EncoderConfig
+from epd.config import EngineConfig, FetchPolicy, GatewayConfig
+from epd.types import Role
+
+Mode = Literal["epd", "e-pd", "unified"]
+MODES: tuple[Mode, ...] = ("epd", "e-pd", "unified")
+BUILTIN_MODELS = {"mimo-nano": Path(__file__).parent.parent / "epd" / "builtin" / "mimo-nano"}
+CONFIGS = Path(__file__).parent.parent / "configs"
+ENV_PREFIX = "MIMO_"
+
+SettingsT = TypeVar("SettingsT")
+
+
+class ConfigError(Exception):
+    """Settings that cannot be used; the message names the key, its value and what is allowed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageConfig:
+    """How many processes a stage has."""
+
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.replicas <= 64:
+            raise ValueError(f"replicas is {self.replicas}; allowed: 1 to 64")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisorConfig:
+    """Restarts: the pause doubles from `backoff_s` to `max_backoff_s` while a process keeps dying young."""
+
+    backoff_s: float = 0.1
+    max_backoff_s: float = 5.0
+    young_s: float = 20.0
+    max_early_exits: int = 4
+    drain_s: float = 15.0
+    start_timeout_s: float = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """Everything one deployment needs, resolved. `runtime_dir` holds the sockets of this run and dies with it."""
+
+    mode: Mode
+    model_dir: Path
+    model_name: str
+    runtime_dir: Path
+    gateway: GatewayConfig
+    encoders: tuple[EncoderConfig, ...]
+    prefill: tuple[EngineConfig, ...]
+    decode: tuple[EngineConfig, ...]
+    supervisor: SupervisorConfig
+
+
+# Sections of the file, the dataclass each fills, and the keys that only this module may set.
+_DERIVED = {"model_dir", "model_name", "name", "role", "address", "arena", "encoders", "prefill", "decode", "fetch"}
+_SECTIONS: dict[str, type[Any]] = {
+    "gateway": GatewayConfig,
+    "fetch": FetchPolicy,
+    "encoder": EncoderConfig,
+    "engine": EngineConfig,
+    "supervisor": SupervisorConfig,
+}
+# [prefill] and [decode] override [engine] for their role; the replica counts live with the stages.
+_STAGES = ("encoder", "prefill", "decode")
+_TOP_LEVEL = ("mode", "model", "model_name")
+
+
+def _allowed_keys(section: str) -> list[str]:
+    owner = _SECTIONS["engine" if section in ("prefill", "decode") else section]
+    keys = [field.name for field in fields(owner) if field.name not in _DERIVED]
+    return sorted([*keys, "replicas"] if section in _STAGES else keys)
+
+
+def _dec_hook(kind: type[Any], value: Any) -> Any:
+    if kind is Path:
+        return Path(str(value)).expanduser()
+    raise NotImplementedError(f"no conversion to {kind}")
+
+
+def _convert(section: str, owner: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    hints = get_type_hints(owner)
+    converted = {}
+    for key, value in values.items():
+        try:
+            converted[key] = msgspec.convert(value, hints[key], strict=False, dec_hook=_dec_hook)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{section}.{key} is {value!r}: {error}") from error
+    return converted
+
+
+def _build(section: str, owner: type[SettingsT], values: Mapping[str, Any], **derived: Any) -> SettingsT:
+    """Make the dataclass of a section from converted values; ValueErrors of the dataclass become ConfigErrors."""
+    needed = {f.name for f in fields(owner) if f.default is MISSING and f.default_factory is MISSING}  # type: ignore[arg-type]
+    known = {f.name for f in fields(owner)}  # type: ignore[arg-type]
+    arguments = _convert(section, owner, values) | {key: value for key, value in derived.items() if key in known}
+    absent = needed - arguments.keys()
+    if absent:
+        raise ConfigError(f"{section} lacks {', '.join(sorted(absent))}")
+    try:
+        return owner(**arguments)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Parse one TOML file; a bare name is looked up in the shipped `configs/`."""
+    found = path if path.exists() else CONFIGS / (path.name if path.suffix else f"{path.name}.toml")
+    if not found.exists():
+        shipped = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.toml")))
+        raise ConfigError(f"no configuration file {path}; give a path, or one of the shipped ones: {shipped}")
+    try:
+        return tomllib.loads(found.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{found}: {error}") from error
+
+
+def env_settings(environ: Mapping[str, str]) -> dict[str, Any]:
+    """`MIMO_MODE=unified`, `MIMO_GATEWAY__PORT=9000`: section and key are parted by two underscores."""
+    settings: dict[str, Any] = {}
+    for name, value in environ.items():
+        if not name.startswith(ENV_PREFIX) or name == "MIMO_VENV":
+            continue
+        section, _, key = name.removeprefix(ENV_PREFIX).lower().partition("__")
+        parsed: Any = value.split(os.pathsep) if key in ("media_roots", "api_keys") else value
+        if key:
+            settings.setdefault(section, {})[key] = parsed
+        else:
+            settings[section] = parsed
+    return settings
+
+
+def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Later layers win, key by key inside sections. Unknown sections and keys are refused, whatever their source."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        for name, value in layer.items():
+            if name in _TOP_LEVEL:
+                merged[name] = value
+                continue
+            if name not in (*_SECTIONS, *_STAGES):
+                allowed = ", ".join([*_TOP_LEVEL, *(f"[{s}]" for s in dict.fromkeys([*_SECTIONS, *_STAGES]))])
+                raise ConfigError(f"unknown setting {name!r}; allowed: {allowed}")
+            if not isinstance(value, Mapping):
+                raise ConfigError(
+                    f"{name} is {value!r}; it is a section and holds keys: {', '.join(_allowed_keys(name))}"
+                )
+            for key, item in value.items():
+                if key not in _allowed_keys(name):
+                    raise ConfigError(f"unknown key {name}.{key}; allowed: {', '.join(_allowed_keys(name))}")
+                merged.setdefault(name, {})[key] = item
+    return merged
+
+
+def resolve_model(model: str) -> tuple[Path, str]:
+    """A built-in name or a directory in Hugging Face layout; the served name is the directory's."""
+    model_dir = BUILTIN_MODELS.get(model, Path(model).expanduser())
+    if not (model_dir / "config.json").is_file():
+        names = ", ".join(BUILTIN_MODELS)
+        raise ConfigError(
+            f"model is {model!r}: no {model_dir / 'config.json'}; give a built-in name ({names}) or a model directory"
+        )
+    return model_dir, model if model in BUILTIN_MODELS else model_dir.resolve().name
+
+
+def load(
+    *,
+    runtime_dir: Path,
+    file: Path | None = None,
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> ServeConfig:
+    """Resolve one deployment. Raises ConfigError."""
+    layers = [read_file(file)] if file else []
+    settings = merge(*layers, env_settings(os.environ if environ is None else environ), flags or {})
+    mode = settings.get("mode", "epd")
+    if mode not in MODES:
+        raise ConfigError(f"mode is {mode!r}; allowed: {', '.join(MODES)}")
+    model_dir, model_name = resolve_model(str(settings.get("model", "mimo-nano")))
+    model_name = str(settings.get("model_name", model_name))
+    model: dict[str, Any] = {"model_dir": model_dir, "model_name": model_name}
+
+    counts = {stage: _replicas(stage, settings.get(stage, {})) for stage in _STAGES}
+    if mode == "unified":
+        wrong = [stage for stage, count in counts.items() if count != 1]
+        if wrong:
+            raise ConfigError(f"{wrong[0]}.replicas is {counts[wrong[0]]}; unified mode is one process, allowed: 1")
+    if mode != "epd":
+        counts["decode"] = 0
+
+    def address(stage: str, index: int) -> str:
+        return f"inproc://{stage}-{index}" if mode == "unified" else f"ipc://{runtime_dir}/{stage}-{index}"
+
+    encoders = tuple(
+        _build("encoder", EncoderConfig, _without_replicas(settings.get("encoder", {})))
+        for _ in range(counts["encoder"])
+    )
+
+    def engines(stage: str, role: Role) -> tuple[EngineConfig, ...]:
+        values = settings.get("engine", {}) | _without_replicas(settings.get(stage, {}))
+        return tuple(
+            _build(stage, EngineConfig, values, role=role, name=f"{stage}-{i}", **model) for i in range(counts[stage])
+        )
+
+    gateway = _build(
+        "gateway",
+        GatewayConfig,
+        settings.get("gateway", {}),
+        fetch=_build("fetch", FetchPolicy, settings.get("fetch", {})),
+        encoders=tuple(address("encoder", i) for i in range(counts["encoder"])),
+        prefill=tuple(address("prefill", i) for i in range(counts["prefill"])),
+        decode=tuple(address("decode", i) for i in range(counts["decode"])),
+        **model,
+    )
+    return ServeConfig(
+        mode=mode,
+        runtime_dir=runtime_dir,
+        gateway=gateway,
+        encoders=encoders,
+        prefill=engines("prefill", Role.PREFILL if mode == "epd" else Role.BOTH),
+        decode=engines("decode", Role.DECODE),
+        supervisor=_build("supervisor", SupervisorConfig, settings.get("supervisor", {})),
+        **model,
+    )
+
+
+def _replicas(stage: str, values: Mapping[str, Any]) -> int:
+    chosen = {key: value for key, value in values.items() if key == "replicas"}
+    return _build(stage, StageConfig, chosen).replicas
+
+
+def _without_replicas(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key != "replicas"}
+
+
+def as_json(settings: Any) -> str:
+    """One settings dataclass as JSON, paths as strings; secrets are counted, never shown."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Path):
+            return str(value)
+        raise TypeError(f"{type(value).__name__} is not a setting")
+
+    shown = asdict(settings)
+    for owner in (shown, shown.get("gateway", {})):
+        if owner.get("api_keys"):
+            owner["api_keys"] = [f"({len(owner['api_keys'])} hidden)"]
+    return json.dumps(shown, default=plain, indent=2)

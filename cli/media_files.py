@@ -1,0 +1,71 @@
+"""Media named on a command line: which files, of which modality, and how they travel in a chat request."""
+
+import base64
+import mimetypes
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from preprocess.types import Modality
+
+# Containers and codecs that the standard table does not know on every system.
+_EXTRA_TYPES = {
+    ".mkv": "video/x-matroska",
+    ".webm": "video/webm",
+    ".ts": "video/mp2t",
+    ".m4a": "audio/mp4",
+    ".flac": "audio/flac",
+    ".opus": "audio/opus",
+    ".ogg": "audio/ogg",
+    ".wav": "audio/wav",
+    ".webp": "image/webp",
+    ".avif": "image/avif",
+    ".heic": "image/heic",
+}
+
+
+class MediaFileError(Exception):
+    """A path that names no usable medium; the message says which and why."""
+
+
+def media_type(path: Path) -> str:
+    """MIME type by file name; "" when the name says nothing."""
+    return _EXTRA_TYPES.get(path.suffix.lower()) or mimetypes.guess_type(path.name)[0] or ""
+
+
+def modality_of(path: Path) -> Modality | None:
+    """image, video or audio by file name, None for anything else."""
+    kind = media_type(path).partition("/")[0]
+    return Modality(kind) if kind in set(Modality) else None
+
+
+def expand_paths(paths: Iterable[Path]) -> list[tuple[Path, Modality]]:
+    """Files as named; directories become the media files below them, sorted. Raises MediaFileError."""
+    found: list[tuple[Path, Modality]] = []
+    for path in paths:
+        if path.is_dir():
+            inside = [(entry, modality_of(entry)) for entry in sorted(path.rglob("*")) if entry.is_file()]
+            media = [(entry, modality) for entry, modality in inside if modality is not None]
+            if not media:
+                raise MediaFileError(f"{path}: no image, video or audio files in this directory")
+            found += media
+        elif not path.is_file():
+            raise MediaFileError(f"{path}: no such file")
+        elif (modality := modality_of(path)) is None:
+            raise MediaFileError(
+                f"{path}: cannot tell image, video or audio from this name; rename it, or use --modality"
+            )
+        else:
+            found.append((path, modality))
+    return found
+
+
+def chat_part(path: Path, modality: Modality) -> dict[str, Any]:
+    """The file as a content part of a chat message, its bytes in a data: URL."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise MediaFileError(f"{path}: {error.strerror}") from error
+    kind = media_type(path) or f"{modality}/octet-stream"
+    url = f"data:{kind};base64,{base64.b64encode(content).decode()}"
+    return {"type": f"{modality}_url", f"{modality}_url": {"url": url}}

@@ -1,0 +1,240 @@
+"""`mimo serve`: start the stages of one deployment, show them coming up, keep them alive until told to stop."""
+
+import asyncio
+import json
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import aiohttp
+import typer
+from rich.console import Console
+
+from cli.load import BUILTIN_MODELS, MODES, ConfigError, ServeConfig, as_json, load
+from cli.stage import EncoderStage, GatewayStage, Stage, WorkerStage
+from cli.supervisor import StageEvent, StageFailed, Supervisor
+
+console = Console(stderr=True, highlight=False)
+_SHM = Path("/dev/shm")
+
+
+def serve(
+    mode: Annotated[
+        str, typer.Option(help=f"How the stages are spread over processes: {', '.join(MODES)}.", show_default="epd")
+    ] = "",
+    model: Annotated[
+        str, typer.Option(help="A built-in model or a directory in Hugging Face layout.", show_default="mimo-nano")
+    ] = "",
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file; a bare name means one of the shipped configs/.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = "",
+    port: Annotated[
+        int | None, typer.Option(help="Port to listen on; 0 takes a free one.", show_default="8000")
+    ] = None,
+    media_root: Annotated[
+        list[Path] | None, typer.Option(help="Directory that file: URLs may read; repeatable. Off by default.")
+    ] = None,
+    allow_private_addresses: Annotated[
+        bool, typer.Option("--allow-private-addresses", help="Let media URLs reach loopback and private networks.")
+    ] = False,
+    encoders: Annotated[int | None, typer.Option(help="Encoder processes.", show_default="1")] = None,
+    prefill_workers: Annotated[int | None, typer.Option(help="Prefill processes.", show_default="1")] = None,
+    decode_workers: Annotated[int | None, typer.Option(help="Decode processes.", show_default="1")] = None,
+    prefix_cache: Annotated[
+        bool | None, typer.Option("--prefix-cache/--no-prefix-cache", help="Reuse the KV of shared prompt beginnings.")
+    ] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any other setting; repeatable.")
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Show the resolved settings as JSON and stop.")
+    ] = False,
+) -> None:
+    """Start an OpenAI-compatible API on the Encode-Prefill-Decode pipeline.
+
+    Example: mimo serve --mode epd --media-root samples
+    """
+    flags = _flags(
+        {
+            "mode": mode or None,
+            "model": model or None,
+            "gateway.host": host or None,
+            "gateway.port": port,
+            "fetch.media_roots": [str(root) for root in media_root] if media_root else None,
+            "fetch.allow_private_addresses": allow_private_addresses or None,
+            "encoder.replicas": encoders,
+            "prefill.replicas": prefill_workers,
+            "decode.replicas": decode_workers,
+            "engine.prefix_cache": prefix_cache,
+        },
+        setting or [],
+    )
+    if flags.get("gateway", {}).get("port") == 0:
+        flags["gateway"]["port"] = _free_port(host or "127.0.0.1")
+    runtime_dir = Path(tempfile.mkdtemp(prefix="mimo-"))
+    try:
+        resolved = load(runtime_dir=runtime_dir, file=config, flags=flags)
+        if print_config:
+            typer.echo(as_json(resolved))
+            return
+        _require_free_port(resolved)
+        asyncio.run(_serve(resolved))
+    except StageFailed as error:
+        console.print(f"[red]mimo serve:[/] {error}")
+        raise typer.Exit(1) from error
+    finally:
+        shutil.rmtree(runtime_dir, ignore_errors=True)
+        for leftover in _SHM.glob(f"{runtime_dir.name}-*"):
+            leftover.unlink(missing_ok=True)
+
+
+def _flags(named: dict[str, Any], free: Sequence[str]) -> dict[str, Any]:
+    """Flags as nested settings; None means not given. `--set section.key=value` goes through the same path."""
+    given = {key: value for key, value in named.items() if value is not None}
+    for item in free:
+        key, equals, value = item.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set {item!r} is not SECTION.KEY=VALUE; example: --set engine.page_size=32")
+        given[key.strip()] = value
+    nested: dict[str, Any] = {}
+    for key, value in given.items():
+        section, _, name = key.partition(".")
+        if name:
+            nested.setdefault(section, {})[name] = value
+        else:
+            nested[section] = value
+    return nested
+
+
+def build_stages(config: ServeConfig) -> list[Stage]:
+    """The processes of a deployment in order of start: what is asked first comes up first, the gateway last."""
+    arena_prefix = config.runtime_dir.name
+    stages: list[Stage] = [
+        EncoderStage(
+            config=settings,
+            model_dir=config.model_dir,
+            name=f"encoder-{i}",
+            address=config.gateway.encoders[i],
+            arena=f"{arena_prefix}-encoder-{i}",
+        )
+        for i, settings in enumerate(config.encoders)
+    ]
+    engines = [
+        *zip(config.prefill, config.gateway.prefill, strict=True),
+        *zip(config.decode, config.gateway.decode, strict=True),
+    ]
+    stages += [WorkerStage(config=settings, address=address) for settings, address in engines]
+    return [*stages, GatewayStage(config=config.gateway)]
+
+
+async def _serve(config: ServeConfig) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    if config.mode == "unified":
+        from cli.unified import serve_unified
+
+        await serve_unified(config, stop, on_ready=lambda: _greet(config))
+        return
+    await _serve_processes(config, stop)
+
+
+async def _serve_processes(config: ServeConfig, stop: asyncio.Event) -> None:
+    supervisor = Supervisor(
+        build_stages(config), runtime_dir=config.runtime_dir, config=config.supervisor, on_event=_show_event
+    )
+    await supervisor.start()
+    waits = [
+        asyncio.create_task(stop.wait()),
+        asyncio.create_task(supervisor.failed()),
+        asyncio.create_task(_announce(config)),
+    ]
+    try:
+        stopped, failed, announced = waits
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if announced.done():
+            announced.result()
+            await asyncio.wait([stopped, failed], return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            failed.result()
+        console.print("stopping: finishing what is in flight")
+    finally:
+        for task in waits:
+            task.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+        await supervisor.stop()
+
+
+def _show_event(event: StageEvent) -> None:
+    if event.what == "started":
+        console.print(f"  {event.name:<12} pid {event.pid}", style="dim")
+    elif event.returncode:
+        console.print(f"  {event.name:<12} pid {event.pid} ended with {event.returncode}", style="yellow")
+
+
+async def _announce(config: ServeConfig) -> None:
+    """Wait until every stage is ready, then say where the API is. Raises StageFailed after `start_timeout_s`."""
+    started_s = time.monotonic()
+    url = f"http://{_reach(config)}/ready"
+    reasons = "no answer yet"
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+        while time.monotonic() - started_s < config.supervisor.start_timeout_s:
+            try:
+                async with session.get(url) as response:
+                    if response.status == 200:
+                        console.print(f"ready after {time.monotonic() - started_s:.1f} s")
+                        _greet(config)
+                        return
+                    reasons = await response.text()
+            except (aiohttp.ClientError, TimeoutError) as error:
+                reasons = str(error) or type(error).__name__
+            await asyncio.sleep(0.1)
+    raise StageFailed(f"not ready after {config.supervisor.start_timeout_s:.0f} s: {reasons}")
+
+
+def _reach(config: ServeConfig) -> str:
+    """host:port to reach a server that may listen on every interface."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.gateway.host, config.gateway.host)
+    return f"{host}:{config.gateway.port}"
+
+
+def _greet(config: ServeConfig) -> None:
+    url = f"http://{_reach(config)}/v1/chat/completions"
+    sample = next(
+        (root / "picture.png" for root in config.gateway.fetch.media_roots if (root / "picture.png").exists()), None
+    )
+    content: Any = "Hello! Who are you?"
+    if sample is not None and config.model_name in BUILTIN_MODELS:
+        content = [
+            {"type": "image_url", "image_url": {"url": sample.resolve().as_uri()}},
+            {"type": "text", "text": "What is in the picture?"},
+        ]
+    body = {"model": config.model_name, "stream": True, "messages": [{"role": "user", "content": content}]}
+    console.print(
+        f"\n[bold]{config.model_name}[/] in mode {config.mode} at [bold]http://{_reach(config)}[/]   (Ctrl-C stops)\n"
+    )
+    console.print(
+        f"curl -N {url} -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n", soft_wrap=True, markup=False
+    )
+
+
+def _free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _require_free_port(config: ServeConfig) -> None:
+    host, port = config.gateway.host, config.gateway.port
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another with --port") from error

@@ -1,0 +1,142 @@
+"""One process of the pipeline: `python -m cli.stage encoder --name encoder-0 --settings FILE`.
+
+Started by the supervisor, which writes FILE; the stage and its name stand on the command line so that `ps` shows them.
+"""
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from encoder.config import EncoderConfig
+from epd.config import EngineConfig, GatewayConfig
+
+_PR_SET_PDEATHSIG = 1
+EXIT_USAGE = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderStage:
+    """An encoder process: its knobs, the model it loads and the address it binds. `arena` names its shared memory."""
+
+    config: EncoderConfig
+    model_dir: Path
+    name: str
+    address: str
+    arena: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStage:
+    """A prefill or decode process."""
+
+    config: EngineConfig
+    address: str
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayStage:
+    config: GatewayConfig
+    name: str = "gateway"
+
+
+Stage = EncoderStage | WorkerStage | GatewayStage
+_STAGES: dict[str, type[Any]] = {
+    "encoder": EncoderStage,
+    "prefill": WorkerStage,
+    "decode": WorkerStage,
+    "gateway": GatewayStage,
+}
+
+
+def stage_kind(stage: Stage) -> str:
+    """encoder, prefill, decode or gateway; a worker that does both prompts and tokens is shown as prefill."""
+    match stage:
+        case EncoderStage():
+            return "encoder"
+        case GatewayStage():
+            return "gateway"
+        case WorkerStage():
+            return "decode" if stage.config.role == "decode" else "prefill"
+
+
+def _path_out(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(type(value).__name__)
+
+
+def _path_in(kind: type[Any], value: Any) -> Any:
+    if kind is Path:
+        return Path(value)
+    raise NotImplementedError(kind.__name__)
+
+
+def write_settings(stage: Stage, path: Path) -> None:
+    """Settings may hold API keys: the file is readable by its owner only."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(msgspec.json.encode(stage, enc_hook=_path_out))
+
+
+def read_settings(kind: str, path: Path) -> Stage:
+    stage: Stage = msgspec.json.decode(path.read_bytes(), type=_STAGES[kind], dec_hook=_path_in)
+    return stage
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask Linux for SIGTERM when the supervisor dies, so that no stage outlives it; covers a parent already gone."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        sys.exit("the supervisor died before this stage started")
+
+
+def run(stage: Stage) -> None:
+    """Run one stage until it is told to stop. Each import stays here: only its own stage loads torch."""
+    match stage:
+        case EncoderStage():
+            from encoder import run_encoder
+
+            run_encoder(
+                stage.config, model_dir=stage.model_dir, name=stage.name, address=stage.address, arena=stage.arena
+            )
+        case WorkerStage():
+            from epd import run_worker
+
+            run_worker(stage.config, address=stage.address)
+        case GatewayStage():
+            from epd import run_gateway
+
+            run_gateway(stage.config)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("stage", choices=sorted(_STAGES))
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--settings", required=True, type=Path)
+    parser.add_argument("--parent", required=True, type=int, help="pid of the supervisor")
+    arguments = parser.parse_args()
+    die_with_parent(arguments.parent)
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(asctime)s {arguments.name} %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    run(read_settings(arguments.stage, arguments.settings))
+
+
+if __name__ == "__main__":
+    main()

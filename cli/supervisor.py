@@ -1,0 +1,142 @@
+"""Keeps the processes of one deployment alive: start, watch, restart with a growing pause, stop in order.
+
+A process that dies is started again under the same name and address; who waited on it learns of the loss from its
+socket and retries or ends the request. The supervisor itself never touches a request.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from cli.load import SupervisorConfig
+from cli.stage import EXIT_USAGE, Stage, stage_kind, write_settings
+
+
+class StageFailed(Exception):
+    """A stage cannot run: it refused its settings, or keeps exiting by itself soon after its start."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageEvent:
+    """What happened to a process, for whoever shows it."""
+
+    name: str
+    what: Literal["started", "exited"]
+    pid: int
+    returncode: int | None = None
+
+
+class Supervisor:
+    """Owns the child processes. `stages` are started in order and stopped in reverse: the gateway belongs last."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        *,
+        runtime_dir: Path,
+        config: SupervisorConfig,
+        on_event: Callable[[StageEvent], None] = lambda event: None,
+    ) -> None:
+        self._stages = tuple(stages)
+        self._runtime_dir = runtime_dir
+        self._config = config
+        self._on_event = on_event
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._failure: asyncio.Future[None] | None = None
+        self._stopping = False
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Live processes by name."""
+        return {name: process.pid for name, process in self._processes.items() if process.returncode is None}
+
+    async def start(self) -> None:
+        self._failure = asyncio.get_running_loop().create_future()
+        for stage in self._stages:
+            write_settings(stage, self._settings_path(stage))
+            self._keepers[stage.name] = asyncio.create_task(self._keep(stage), name=f"keep {stage.name}")
+
+    async def failed(self) -> None:
+        """Return never, or raise StageFailed once a stage is beyond restarting."""
+        assert self._failure is not None, "start() comes first"
+        await asyncio.shield(self._failure)
+
+    async def stop(self) -> None:
+        """SIGTERM each process in reverse order of start, wait for its drain, SIGKILL what overstays `drain_s`."""
+        self._stopping = True
+        for stage in reversed(self._stages):
+            process = self._processes.get(stage.name)
+            if process is not None and process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.terminate()
+                try:
+                    await asyncio.wait_for(process.wait(), self._config.drain_s)
+                except TimeoutError:
+                    process.kill()
+                    await process.wait()
+            keeper = self._keepers.get(stage.name)
+            if keeper is not None:
+                keeper.cancel()
+                await asyncio.gather(keeper, return_exceptions=True)
+
+    def _settings_path(self, stage: Stage) -> Path:
+        return self._runtime_dir / f"{stage.name}.json"
+
+    async def _keep(self, stage: Stage) -> None:
+        pause_s, num_early_exits = self._config.backoff_s, 0
+        while not self._stopping:
+            started_s = time.monotonic()
+            process = await self._spawn(stage)
+            returncode = await process.wait()
+            self._on_event(StageEvent(stage.name, "exited", process.pid, returncode))
+            if self._stopping:
+                return
+            lived_s = time.monotonic() - started_s
+            if lived_s > self._config.young_s:
+                pause_s, num_early_exits = self._config.backoff_s, 0
+            # A process killed from outside (negative code) is always worth another try; one that gives up is not.
+            num_early_exits += returncode >= 0
+            if returncode == EXIT_USAGE or num_early_exits >= self._config.max_early_exits:
+                self._give_up(stage, returncode, num_early_exits)
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, self._config.max_backoff_s)
+
+    async def _spawn(self, stage: Stage) -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "cli.stage",
+            stage_kind(stage),
+            "--name",
+            stage.name,
+            "--settings",
+            str(self._settings_path(stage)),
+            "--parent",
+            str(os.getpid()),
+            # Ctrl-C in a terminal reaches the whole group; the order of the stop is the supervisor's to keep.
+            preexec_fn=_ignore_interrupt,
+        )
+        self._processes[stage.name] = process
+        self._on_event(StageEvent(stage.name, "started", process.pid))
+        return process
+
+    def _give_up(self, stage: Stage, returncode: int, num_exits: int) -> None:
+        assert self._failure is not None
+        reason = "refused its settings" if returncode == EXIT_USAGE else f"exited by itself {num_exits} times in a row"
+        if not self._failure.done():
+            self._failure.set_exception(
+                StageFailed(f"{stage.name} {reason} (exit code {returncode}); see its log above")
+            )
+
+
+def _ignore_interrupt() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
