@@ -1,19 +1,27 @@
 """Attention in plain torch: the oracle, the training path and the paged path.
 
 `DenseAttention` is the definition, one sequence at a time and nothing cached. `BatchedDenseAttention` is the same
-function for equal lengths at a cost that training can bear. Both are differentiable, the sink included.
+function for equal lengths at a cost that training can bear. Both are differentiable, the sink included. `PagedAttention`
+is the same function again, over keys and values kept in pages between forwards.
 
 Shape letters: T tokens over all sequences; B sequences; L tokens per sequence; N query heads; K KV heads; G query heads
-per KV head; H query/key width; V value width; C tokens per window block; M blocks.
+per KV head; H query/key width; V value width; C tokens per window block; M blocks; Q queries and S keys of a read;
+P tokens per page.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epd.kernels.base import AttentionSpec
+from epd.kernels.base import AttentionSpec, KvStorage, PagedSequence
+
+# Queries of one sequence that are read together, and how many scores per head one read may hold.
+_MAX_QUERIES = 128
+_MAX_SCORES = 1 << 22
 
 
 class DenseAttention:
@@ -53,6 +61,121 @@ class BatchedDenseAttention:
             visible_LL = visible_keys(position_L, position_L, spec.window_left)
             out_BLNV = softmax_attention(spec, q_BLNH, k_BLKH, v_BLKV, visible_LL[None], sink_N)
         return out_BLNV.flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Queries that are answered together. `pages_BM` [B, pages] starts at position `key_start_B`; its padding comes after
+    every query and is therefore never visible."""
+
+    rows_BQ: Tensor
+    query_position_BQ: Tensor
+    pages_BM: Tensor
+    key_start_B: Tensor
+
+
+class PagedAttention:
+    """Causal attention of each sequence's new tokens over its pages, in which they are stored first. Not differentiable.
+
+    T lays out the sequences' new tokens one sequence after the other. A sequence's result does not depend on its batch
+    mates, but for the rounding of sums of different padded lengths. Page entries and slots that hold nothing yet may
+    have any content, NaN included.
+    """
+
+    def __init__(self, sequences: Sequence[PagedSequence], storage: KvStorage, *, page_size: int) -> None:
+        self._sequences = list(sequences)
+        self._storage = storage
+        self._page_size = page_size
+        self._reads: dict[int | None, list[_Read]] = {}
+        rows, full, window = [], [], []
+        first_row = 0
+        for sequence in self._sequences:
+            device = sequence.full_pages.device
+            position = torch.arange(sequence.num_new, device=device) + sequence.num_context
+            page, offset = position // page_size, position % page_size
+            window.append(torch.stack([sequence.window_pages[page - sequence.window_start_page], offset]))
+            if sequence.write_full:
+                rows.append(torch.arange(sequence.num_new, device=device) + first_row)
+                full.append(torch.stack([sequence.full_pages[page], offset]))
+            first_row += sequence.num_new
+        self._num_rows = first_row
+        # Where the new tokens go: their rows in T (None for all), their pages and their offsets in them.
+        self._window_write = None, torch.cat(window, dim=1)
+        self._full_write = (torch.cat(rows), torch.cat(full, dim=1)) if rows else None
+
+    @torch.no_grad()
+    def attend(self, spec: AttentionSpec, q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor, sink_N: Tensor | None) -> Tensor:
+        """Return [T, N, V] in the dtype of `q_TNH`; T must be the sum of the sequences' new tokens."""
+        if q_TNH.shape[0] != self._num_rows:
+            raise ValueError(f"{q_TNH.shape[0]} query rows for sequences of {self._num_rows} new tokens together")
+        keys, values = self._storage.keys(spec.index), self._storage.values(spec.index)
+        write = self._window_write if spec.is_window else self._full_write
+        if write is not None:
+            rows, (page, offset) = write
+            keys[page, offset] = (k_TKH if rows is None else k_TKH[rows]).to(keys.dtype)
+            values[page, offset] = (v_TKV if rows is None else v_TKV[rows]).to(values.dtype)
+        out_TNV = q_TNH.new_empty((*q_TNH.shape[:2], spec.v_dim))
+        for read in self._reads_of(spec.window_left):
+            k_BSKH = keys[read.pages_BM].flatten(1, 2).to(q_TNH.dtype)
+            v_BSKV = values[read.pages_BM].flatten(1, 2).to(q_TNH.dtype)
+            key_position_BS = read.key_start_B[:, None] + torch.arange(k_BSKH.shape[1], device=q_TNH.device)
+            visible_BQS = visible_keys(read.query_position_BQ, key_position_BS, spec.window_left)
+            # What lies beyond the sequence has probability zero, but zero times NaN would still be NaN.
+            v_BSKV.masked_fill_(~visible_BQS.any(dim=1)[..., None, None], 0.0)
+            out_TNV[read.rows_BQ] = softmax_attention(spec, q_TNH[read.rows_BQ], k_BSKH, v_BSKV, visible_BQS, sink_N)
+        return out_TNV
+
+    def _reads_of(self, window_left: int | None) -> list[_Read]:
+        """Return the reads of all layers with this reach; made once per forward."""
+        if window_left not in self._reads:
+            self._reads[window_left] = self._plan_reads(window_left)
+        return self._reads[window_left]
+
+    def _plan_reads(self, window_left: int | None) -> list[_Read]:
+        """Cut the queries into reads of like shape: equal query counts, page counts within a factor of two."""
+        alike: dict[tuple[int, int], list[tuple[int, int, int, Tensor]]] = defaultdict(list)
+        first_row = 0
+        for sequence in self._sequences:
+            for start in range(0, sequence.num_new, _MAX_QUERIES):
+                num_queries = min(_MAX_QUERIES, sequence.num_new - start)
+                query_start = sequence.num_context + start
+                first_page, pages = self._visible_pages(sequence, window_left, query_start, query_start + num_queries)
+                key = num_queries, pages.shape[0].bit_length()
+                alike[key].append((first_row + start, query_start, first_page * self._page_size, pages))
+            first_row += sequence.num_new
+        reads = []
+        for (num_queries, length_class), items in alike.items():
+            scores_each = num_queries * (self._page_size << length_class)
+            step = max(1, _MAX_SCORES // scores_each)
+            reads += [_read(items[i : i + step], num_queries) for i in range(0, len(items), step)]
+        return reads
+
+    def _visible_pages(
+        self, sequence: PagedSequence, window_left: int | None, query_start: int, query_stop: int
+    ) -> tuple[int, Tensor]:
+        """Return the first logical page that queries [query_start, query_stop) see, and the pages from it on."""
+        stop = -(-query_stop // self._page_size)
+        if window_left is None:
+            return 0, sequence.full_pages[:stop]
+        needed = max(0, query_start - window_left) // self._page_size
+        held = sequence.window_start_page
+        if needed < held and sequence.write_full:
+            raise ValueError(f"position {query_start} sees window page {needed}, the sequence holds {held} and later")
+        first = max(needed, held)
+        return first, sequence.window_pages[first - held : stop - held]
+
+
+def _read(items: Sequence[tuple[int, int, int, Tensor]], num_queries: int) -> _Read:
+    """Join (first row, first query position, first key position, pages) of reads of like shape."""
+    pages_BM = torch.nn.utils.rnn.pad_sequence([pages for *_, pages in items], batch_first=True)
+    starts_B3 = torch.tensor([item[:3] for item in items], device=pages_BM.device)
+    query_Q = torch.arange(num_queries, device=pages_BM.device)
+    return _Read(
+        rows_BQ=starts_B3[:, :1] + query_Q,
+        query_position_BQ=starts_B3[:, 1:2] + query_Q,
+        pages_BM=pages_BM,
+        key_start_B=starts_B3[:, 2],
+    )
 
 
 def visible_keys(query_position: Tensor, key_position: Tensor, window_left: int | None) -> Tensor:

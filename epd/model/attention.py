@@ -32,7 +32,7 @@ class Attention(nn.Module):
         self, config: TextConfig, layer: LayerConfig, *, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         super().__init__()
-        self._layer = layer
+        self.layer = layer
         self._spec = layer.attention
         self._value_scale = config.value_scale
         width, out_width = config.hidden_size, layer.num_heads * layer.v_dim
@@ -44,7 +44,7 @@ class Attention(nn.Module):
 
     def forward(self, hidden_TD: Tensor, table: Rotation, context: AttentionContext) -> Tensor:
         """Return [T, D]. `table` is the rotation of the layer's own theta at the tokens' positions."""
-        layer = self._layer
+        layer = self.layer
         q, k, v = torch.split(F.linear(hidden_TD, self.qkv_proj), list(layer.qkv_rows), dim=-1)
         q_TNH = rotate(torch.unflatten(q, -1, (layer.num_heads, layer.qk_dim)), table)
         k_TKH = rotate(torch.unflatten(k, -1, (layer.num_kv_heads, layer.qk_dim)), table)
