@@ -43,7 +43,10 @@ class MediaSpan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """`temperature` 0 is greedy. `top_logprobs` None means no log-probabilities, 0 only the chosen token's."""
+    """`temperature` 0 is greedy. `top_logprobs` None means no log-probabilities, 0 only the chosen token's.
+
+    `max_tokens` counts the whole answer, earlier attempts included: a retry passes the same parameters again.
+    """
 
     max_tokens: int
     temperature: float = 0.0
@@ -98,6 +101,12 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
+    """Stop working on a request, wherever it is. Unknown ids are ignored.
+
+    Sent by a gateway to both workers of a request: the one that holds it answers with a cancelled `Finish`, a decode
+    worker that still waits for the KV forgets it silently. A prefill worker sends it to decode when no KV will come.
+    """
+
     request_id: str
 
 
@@ -143,7 +152,10 @@ class KvRefused(msgspec.Struct, frozen=True, kw_only=True, tag="kv_refused"):
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
-    """Output tokens `[index, index + len(token_ids))` of the whole answer, earlier attempts included."""
+    """Output tokens `[index, index + len(token_ids))` of the whole answer, earlier attempts included.
+
+    The token that stops an answer (end of sequence or one of `stop_token_ids`) is counted in the usage, never sent.
+    """
 
     request_id: str
     index: int

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from encoder.wire import TensorFrame
-from epd.transport.base import ChannelClosed, PeerUnreachable, Received, WorkerDown
+from epd.transport.base import ChannelClosed, Peer, PeerUnreachable, Received, WorkerDown
 from epd.transport.sockets import WorkerChannel, WorkerEndpoint
 from epd.types import Abort, Hello, KvRefused, TokenDelta
 
@@ -89,11 +89,15 @@ async def test_unknown_peer_and_absent_worker_raise(endpoint: WorkerEndpoint, tm
         assert answer.peer.address == endpoint.address
     finally:
         other.close()
-    endpoint.receive(0.05)
     with pytest.raises(PeerUnreachable):
-        for _ in range(100):  # the connection's end is noticed within a moment
-            endpoint.send(peer, KvRefused(request_id="r", message="no"))
-            endpoint.receive(0.02)
+        _send_until_refused(endpoint, peer)
+
+
+def _send_until_refused(endpoint: WorkerEndpoint, peer: Peer) -> None:
+    """The end of a connection is noticed within a moment, not at once."""
+    for _ in range(100):
+        endpoint.send(peer, KvRefused(request_id="r", message="no"))
+        endpoint.receive(0.02)
 
 
 def test_malformed_frames_are_dropped_and_counted(endpoint: WorkerEndpoint) -> None:
