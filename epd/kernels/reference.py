@@ -1,8 +1,8 @@
 """Attention in plain torch: the oracle, the training path and the paged path.
 
 `DenseAttention` is the definition, one sequence at a time and nothing cached. `BatchedDenseAttention` is the same
-function for equal lengths at a cost that training can bear. Both are differentiable, the sink included. `PagedAttention`
-is the same function again, over keys and values kept in pages between forwards.
+function for equal lengths at a cost that training can bear. Both are differentiable, the sink included.
+`PagedAttention` is the same function again, over keys and values kept in pages between forwards.
 
 Shape letters: T tokens over all sequences; B sequences; L tokens per sequence; N query heads; K KV heads; G query heads
 per KV head; H query/key width; V value width; C tokens per window block; M blocks; Q queries and S keys of a read;
@@ -65,17 +65,19 @@ class BatchedDenseAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """Queries that are answered together. `pages_BM` [B, pages] starts at position `key_start_B`; its padding comes after
-    every query and is therefore never visible."""
+    """Queries that are answered together: their rows in T and their positions, [B, Q], and the pages they see.
 
-    rows_BQ: Tensor
-    query_position_BQ: Tensor
-    pages_BM: Tensor
-    key_start_B: Tensor
+    `pages` [B, num_pages] begins at position `key_start` [B]; its padding comes after every query, so is never visible.
+    """
+
+    rows: Tensor
+    query_position: Tensor
+    pages: Tensor
+    key_start: Tensor
 
 
 class PagedAttention:
-    """Causal attention of each sequence's new tokens over its pages, in which they are stored first. Not differentiable.
+    """Causal attention of each sequence's new tokens over its pages, where they are stored first. Not differentiable.
 
     T lays out the sequences' new tokens one sequence after the other. A sequence's result does not depend on its batch
     mates, but for the rounding of sums of different padded lengths. Page entries and slots that hold nothing yet may
@@ -116,13 +118,13 @@ class PagedAttention:
             values[page, offset] = (v_TKV if rows is None else v_TKV[rows]).to(values.dtype)
         out_TNV = q_TNH.new_empty((*q_TNH.shape[:2], spec.v_dim))
         for read in self._reads_of(spec.window_left):
-            k_BSKH = keys[read.pages_BM].flatten(1, 2).to(q_TNH.dtype)
-            v_BSKV = values[read.pages_BM].flatten(1, 2).to(q_TNH.dtype)
-            key_position_BS = read.key_start_B[:, None] + torch.arange(k_BSKH.shape[1], device=q_TNH.device)
-            visible_BQS = visible_keys(read.query_position_BQ, key_position_BS, spec.window_left)
+            k_BSKH = keys[read.pages].flatten(1, 2).to(q_TNH.dtype)
+            v_BSKV = values[read.pages].flatten(1, 2).to(q_TNH.dtype)
+            key_position_BS = read.key_start[:, None] + torch.arange(k_BSKH.shape[1], device=q_TNH.device)
+            visible_BQS = visible_keys(read.query_position, key_position_BS, spec.window_left)
             # What lies beyond the sequence has probability zero, but zero times NaN would still be NaN.
             v_BSKV.masked_fill_(~visible_BQS.any(dim=1)[..., None, None], 0.0)
-            out_TNV[read.rows_BQ] = softmax_attention(spec, q_TNH[read.rows_BQ], k_BSKH, v_BSKV, visible_BQS, sink_N)
+            out_TNV[read.rows] = softmax_attention(spec, q_TNH[read.rows], k_BSKH, v_BSKV, visible_BQS, sink_N)
         return out_TNV
 
     def _reads_of(self, window_left: int | None) -> list[_Read]:
@@ -171,10 +173,10 @@ def _read(items: Sequence[tuple[int, int, int, Tensor]], num_queries: int) -> _R
     starts_B3 = torch.tensor([item[:3] for item in items], device=pages_BM.device)
     query_Q = torch.arange(num_queries, device=pages_BM.device)
     return _Read(
-        rows_BQ=starts_B3[:, :1] + query_Q,
-        query_position_BQ=starts_B3[:, 1:2] + query_Q,
-        pages_BM=pages_BM,
-        key_start_B=starts_B3[:, 2],
+        rows=starts_B3[:, :1] + query_Q,
+        query_position=starts_B3[:, 1:2] + query_Q,
+        pages=pages_BM,
+        key_start=starts_B3[:, 2],
     )
 
 
