@@ -125,8 +125,8 @@ def _build(section: str, owner: type[SettingsT], values: Mapping[str, Any], **de
 
 def read_file(path: Path) -> dict[str, Any]:
     """Parse one TOML file; a bare name is looked up in the shipped `configs/`."""
-    found = path if path.exists() else CONFIGS / (path.name if path.suffix else f"{path.name}.toml")
-    if not found.exists():
+    found = path if path.is_file() else CONFIGS / (path.name if path.suffix else f"{path.name}.toml")
+    if not found.is_file():
         shipped = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.toml")))
         raise ConfigError(f"no configuration file {path}; give a path, or one of the shipped ones: {shipped}")
     try:

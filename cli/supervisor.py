@@ -112,22 +112,21 @@ class Supervisor:
 
     async def _spawn(self, stage: Stage) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "cli.stage",
-            stage_kind(stage),
-            "--name",
-            stage.name,
-            "--settings",
-            str(self._settings_path(stage)),
-            "--parent",
-            str(os.getpid()),
+            *self._command(stage),
             # Ctrl-C in a terminal reaches the whole group; the order of the stop is the supervisor's to keep.
             preexec_fn=_ignore_interrupt,
         )
         self._processes[stage.name] = process
         self._on_event(StageEvent(stage.name, "started", process.pid))
         return process
+
+    def _command(self, stage: Stage) -> list[str]:
+        return [
+            *(sys.executable, "-m", "cli.stage", stage_kind(stage)),
+            *("--name", stage.name),
+            *("--settings", str(self._settings_path(stage))),
+            *("--parent", str(os.getpid())),
+        ]
 
     def _give_up(self, stage: Stage, returncode: int, num_exits: int) -> None:
         assert self._failure is not None

@@ -1,0 +1,90 @@
+"""Settings: file, environment, flags, in that order, and nothing unknown gets through."""
+
+from pathlib import Path
+
+import pytest
+
+from cli.load import ConfigError, ServeConfig, as_json, load
+from epd.types import Role
+
+
+def load_with(tmp_path: Path, *, toml: str = "", environ: dict[str, str] | None = None, **flags: object) -> ServeConfig:
+    file = None
+    if toml:
+        file = tmp_path / "deployment.toml"
+        file.write_text(toml)
+    return load(runtime_dir=tmp_path, file=file, environ=environ or {}, flags=flags)
+
+
+def test_defaults_are_one_process_per_stage(tmp_path: Path) -> None:
+    config = load_with(tmp_path)
+    assert config.mode == "epd"
+    assert [engine.role for engine in config.prefill + config.decode] == [Role.PREFILL, Role.DECODE]
+    assert config.gateway.host == "127.0.0.1"
+    assert len(config.gateway.encoders) == len(config.encoders) == 1
+
+
+def test_joined_modes_have_no_decode_stage(tmp_path: Path) -> None:
+    for mode in ("e-pd", "unified"):
+        config = load_with(tmp_path, mode=mode)
+        assert config.decode == config.gateway.decode == ()
+        assert config.prefill[0].role == Role.BOTH
+
+
+def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
+    toml = "[gateway]\nport = 1\n[engine]\npage_size = 8\nchunk_tokens = 100\n"
+    environ = {"MIMO_GATEWAY__PORT": "2", "MIMO_ENGINE__PAGE_SIZE": "32"}
+    config = load_with(tmp_path, toml=toml, environ=environ, gateway={"port": "3"})
+    assert config.gateway.port == 3
+    assert config.prefill[0].page_size == 32
+    assert config.prefill[0].chunk_tokens == 100
+
+
+def test_stage_section_overrides_engine_for_its_role(tmp_path: Path) -> None:
+    toml = "[engine]\nmax_running = 4\n[decode]\nmax_running = 64\nreplicas = 2\n"
+    config = load_with(tmp_path, toml=toml)
+    assert [engine.max_running for engine in config.prefill + config.decode] == [4, 64, 64]
+    assert len(set(config.gateway.decode)) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"toml": "[gateway]\nprot = 1\n"}, ["gateway.prot", "port"]),
+        ({"toml": "[gatway]\nport = 1\n"}, ["gatway", "[gateway]"]),
+        ({"toml": "[gateway]\nport = 'many'\n"}, ["gateway.port", "many"]),
+        ({"toml": "[gateway]\nport = 70000\n"}, ["port", "70000", "65535"]),
+        ({"toml": "[engine]\npage_size = 0\n"}, ["page_size", "0"]),
+        ({"toml": "gateway = 3\n"}, ["gateway", "section"]),
+        ({"toml": "[gateway\n"}, ["deployment.toml"]),
+        ({"environ": {"MIMO_GATEWAY__HSOT": "x"}}, ["gateway.hsot", "host"]),
+        ({"mode": "epdd"}, ["epdd", "e-pd", "unified"]),
+        ({"model": "no-such-model"}, ["no-such-model", "mimo-nano"]),
+        ({"encoder": {"replicas": 0}}, ["replicas", "0", "64"]),
+        ({"mode": "unified", "encoder": {"replicas": 2}}, ["encoder.replicas", "2", "unified"]),
+        ({"gateway": {"encoders": ["tcp://elsewhere"]}}, ["gateway.encoders"]),
+    ],
+)
+def test_refusals_name_key_value_and_what_is_allowed(
+    tmp_path: Path, settings: dict[str, object], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_with(tmp_path, **settings)  # type: ignore[arg-type]
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_shipped_configurations_load(tmp_path: Path) -> None:
+    for name in ("epd", "e-pd", "unified"):
+        assert load(runtime_dir=tmp_path, file=Path(name), environ={}).mode == name
+
+
+def test_missing_configuration_names_the_shipped_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nope.*epd"):
+        load(runtime_dir=tmp_path, file=Path("nope"), environ={})
+
+
+def test_printed_settings_hide_api_keys(tmp_path: Path) -> None:
+    config = load_with(tmp_path, environ={"MIMO_GATEWAY__API_KEYS": "hush-1:hush-2"})
+    assert config.gateway.api_keys == ("hush-1", "hush-2")
+    assert "hush" not in as_json(config)

@@ -1,0 +1,106 @@
+"""The main job: a picture, a clip and a sound asked about over HTTP, answered by separate processes."""
+
+import base64
+import json
+import subprocess
+import urllib.request
+from typing import Any
+
+import openai
+import pytest
+
+from tests.e2e.service import SAMPLES, Service, file_url, text_of
+
+pytestmark = pytest.mark.e2e
+
+# The questions and the only right answers, as the samples' own table gives them.
+EXPECTED = json.loads((SAMPLES / "expected.json").read_text())
+
+
+def part_of(sample: dict[str, str], url: str) -> dict[str, Any]:
+    kind = sample["modality"]
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
+
+
+@pytest.mark.parametrize("sample", EXPECTED, ids=[entry["file"] for entry in EXPECTED])
+@pytest.mark.parametrize("transport", ["file", "data"])
+def test_curl_style_request_is_answered_right(epd: Service, sample: dict[str, str], transport: str) -> None:
+    if transport == "file":
+        url = file_url(sample["file"])
+    else:
+        content = base64.b64encode((SAMPLES / sample["file"]).read_bytes()).decode()
+        url = f"data:application/octet-stream;base64,{content}"
+    answer = epd.ask([part_of(sample, url), {"type": "text", "text": sample["question"]}])
+    assert text_of(answer) == sample["answer"]
+    assert answer.body["choices"][0]["finish_reason"] == "stop"
+    assert answer.body["usage"]["prompt_tokens"] > 10
+
+
+@pytest.mark.parametrize("sample", EXPECTED, ids=[entry["file"] for entry in EXPECTED])
+def test_the_same_through_the_openai_sdk_streamed(epd: Service, sample: dict[str, str]) -> None:
+    client = openai.OpenAI(base_url=f"{epd.url}/v1", api_key="unused", max_retries=0)
+    with client:
+        stream = client.chat.completions.create(
+            model="mimo-nano",
+            stream=True,
+            stream_options={"include_usage": True},
+            messages=[
+                {
+                    "role": "user",
+                    "content": [
+                        part_of(sample, file_url(sample["file"])),  # type: ignore[list-item]
+                        {"type": "text", "text": sample["question"]},
+                    ],
+                }
+            ],
+        )
+        chunks = list(stream)
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(pieces) == sample["answer"]
+    assert sum(bool(piece) for piece in pieces) > 1, "the answer came in one piece"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens >= 2
+
+
+def test_input_audio_part(epd: Service) -> None:
+    sample = next(entry for entry in EXPECTED if entry["file"].endswith(".wav"))
+    data = base64.b64encode((SAMPLES / sample["file"]).read_bytes()).decode()
+    part = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+    assert text_of(epd.ask([part, {"type": "text", "text": sample["question"]}])) == sample["answer"]
+
+
+def test_three_media_in_one_conversation(epd: Service) -> None:
+    """Turn by turn, each question about its own medium, earlier turns in the prompt."""
+    messages: list[dict[str, Any]] = []
+    for sample in EXPECTED:
+        content = [part_of(sample, file_url(sample["file"])), {"type": "text", "text": sample["question"]}]
+        messages.append({"role": "user", "content": content})
+        answer = epd.post("/v1/chat/completions", {"model": "mimo-nano", "messages": messages})
+        messages.append({"role": "assistant", "content": text_of(answer)})
+    assert len(messages) == 2 * len(EXPECTED)
+
+
+def test_stages_are_separate_processes(epd: Service) -> None:
+    table = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
+    stages = epd.stages()
+    assert set(stages) == {"encoder-0", "prefill-0", "decode-0", "gateway"}
+    for name, pid in stages.items():
+        assert any(line.split()[0] == str(pid) and name in line for line in table.splitlines())
+
+
+def test_models_health_metrics(epd: Service) -> None:
+    models = epd.get("/v1/models").body["data"]
+    assert [entry["id"] for entry in models] == ["mimo-nano"]
+    assert epd.get("/health").status == epd.get("/ready").status == 200
+    with urllib.request.urlopen(f"{epd.url}/metrics") as response:
+        metrics = response.read().decode()
+    for stage in ("gateway", "encoder", "prefill", "decode"):
+        assert f"mimo_{stage}_" in metrics
+
+
+def test_a_repeated_prompt_hits_the_prefix_cache(epd: Service) -> None:
+    content = "Once upon a time there was a red circle. " * 20 + "What was there?"
+    first, second = epd.ask(content), epd.ask(content)
+    assert text_of(first) == text_of(second)
+    cached = second.body["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached >= second.body["usage"]["prompt_tokens"] - 32
