@@ -3,10 +3,7 @@
 import base64
 import io
 import socket
-import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -130,30 +127,6 @@ def test_bad_items_cost_their_neighbours_nothing(epd: Service) -> None:
         results = list(pool.map(ask, range(16)))
     for is_bad, status, text in results:
         assert 400 <= status < 500 if is_bad else (status, text) == (200, expected)
-
-
-@contextmanager
-def silent_server() -> Iterator[str]:
-    """Accepts connections and never says a word."""
-    stop = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(0.1)
-        held = []
-
-        def accept() -> None:
-            while not stop.is_set():
-                try:
-                    held.append(server.accept()[0])
-                except TimeoutError:
-                    continue
-
-        thread = threading.Thread(target=accept)
-        thread.start()
-        yield f"http://127.0.0.1:{server.getsockname()[1]}/a.png"
-        stop.set()
-        thread.join()
-        for connection in held:
-            connection.close()
 
 
 def test_odd_but_sound_pictures_are_answered(epd: Service) -> None:
