@@ -12,8 +12,6 @@
 Messages say what was found and what was allowed. Naming the request's part is the caller's business.
 """
 
-# ruff: noqa: N818 - the names say what happened to the medium; an "Error" at the end of each would say it twice.
-
 from __future__ import annotations
 
 

@@ -11,9 +11,13 @@ A label is the start of the group's first pair as MM:SS, floored; minutes do not
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from preprocess.types import MediaLayout, Modality
 
@@ -154,6 +158,28 @@ def _expand_video(
             builder.delimited(ids.audio_start, ids.audio_pad, num_audio, ids.audio_end, row_start=audio_row)
             audio_row += num_audio
     builder.token_ids.append(ids.video_end)
+
+
+def slice_audio(
+    timestamps_s: NDArray[np.float32], *, num_audio_tokens: int, tokens_per_s: float
+) -> tuple[tuple[int, int], ...]:
+    """(start, length) of every pair's share of a video's audio rows.
+
+    `timestamps_s` [frames] float32 are those of the sampled frames, before an odd count was padded. A share runs from
+    its pair's start to the next one's; the last ends one frame step after the last frame. Boundaries are products in
+    float32, truncated. Sound after the last share belongs to no frame and is dropped.
+
+    A share is cut where the audio track ends, so pairs after that end get length 0 and keep their place: they carry no
+    audio rows. (Published engines fail on such files.)
+    """
+    rate = np.float32(tokens_per_s)
+    one = np.float32(1.0)
+    # The step goes through its reciprocal and back, as in the published processor; the rounding shows.
+    frame_rate = one / (timestamps_s[1] - timestamps_s[0]) if len(timestamps_s) > 1 else one
+    end_s = timestamps_s[-1] + one / frame_rate
+    bounds = [int(start_s * rate) for start_s in timestamps_s[::2]]
+    bounds.append(int(end_s * rate))
+    return tuple((start, max(min(stop, num_audio_tokens) - start, 0)) for start, stop in itertools.pairwise(bounds))
 
 
 def label(timestamp_s: float) -> str:
