@@ -1,0 +1,209 @@
+"""The prefix cache: what the engine talks to. One object over both pools and the tree.
+
+    hit = cache.match(keys, num_tokens)              # looks; changes nothing
+    if cache.fits(full, window): pages = cache.begin(keys, num_tokens)
+    pages.extend(...); pages.commit(...); pages.finish()           # see sequence_pages.py
+
+A hit is one joint answer of both pools: every full page of the prefix and every window page its last window needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from epd.cache.audit import audit
+from epd.cache.ledger import TailKeepingLru, TreeLedger, VictimPolicy
+from epd.cache.radix import Walk
+from epd.cache.retention import RetentionPolicy
+from epd.cache.sequence_pages import SequencePages
+from epd.cache.window import num_window_pages, release_frontier, window_floor
+from epd.kv.dual import DualPool
+from epd.kv.pages import PagePool
+
+__all__ = ["CacheStats", "PoolStats", "PrefixCache", "PrefixHit"]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """What a lookup found, in tokens, multiples of the page size.
+
+    `num_tokens` can be resumed from at once. `num_full_only_tokens` >= `num_tokens` is how far full pages reach: beyond
+    `num_tokens` windows are missing (a decode worker that is sent windows, or healing, can use it).
+    """
+
+    num_tokens: int
+    num_full_only_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """Pages of one pool by state; free + evictable + leased == total."""
+
+    total: int
+    free: int
+    evictable: int
+    leased: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """A snapshot for metrics. Counters run from the start of the cache."""
+
+    full: PoolStats
+    window: PoolStats
+    num_nodes: int
+    num_sequences: int
+    num_lookup_tokens: int
+    num_hit_tokens: int
+    num_full_only_hit_tokens: int
+    num_evicted_full_pages: int
+    num_evicted_window_pages: int
+
+
+class PrefixCache:
+    """Prefix tree over a DualPool. Single-threaded: one engine step at a time."""
+
+    def __init__(
+        self,
+        pool: DualPool,
+        *,
+        page_size: int,
+        window_tokens: int,
+        retention: RetentionPolicy,
+        enabled: bool = True,
+        policy: VictimPolicy | None = None,
+    ) -> None:
+        """`window_tokens`: earlier tokens the widest window layer reads (its `window_left`), 0 without window layers.
+
+        Disabled, the cache never hits and publishes nothing, and still allocates and releases pages the same way.
+        """
+        if page_size < 1 or window_tokens < 0:
+            raise ValueError(f"page_size {page_size} and window_tokens {window_tokens} make no cache")
+        self.page_size = page_size
+        self.window_tokens = window_tokens
+        self.window_pages = num_window_pages(window_tokens, page_size)
+        self.enabled = enabled
+        self.retention = retention
+        self._pool = pool
+        self._ledger = TreeLedger(
+            pool, window_pages=self.window_pages, policy=policy or TailKeepingLru(self.window_pages)
+        )
+        self._sequences: set[SequencePages] = set()
+        self._num_lookup_tokens = 0
+        self._num_hit_tokens = 0
+        self._num_full_only_hit_tokens = 0
+
+    def match(self, keys: Sequence[bytes], num_tokens: int) -> PrefixHit:
+        """Longest usable cached prefix of a prompt of `num_tokens` tokens, at most `num_tokens - 1`. Changes nothing.
+
+        `keys`: chained page keys of the prompt, one per whole page (see keys.py).
+        """
+        walk = self._walk(keys, num_tokens)
+        return PrefixHit(walk.usable_pages * self.page_size, walk.num_pages * self.page_size)
+
+    def fits(self, num_full: int, num_window: int, *, keys: Sequence[bytes] = (), num_tokens: int = 0) -> bool:
+        """Whether so many pages could be had now, evicting if need be. Changes nothing.
+
+        With `keys` and `num_tokens`, pages that begin(keys, num_tokens) would pin do not count as evictable.
+        """
+        ledger, pool = self._ledger, self._pool
+        pinned_full, pinned_window = self._would_pin(keys, num_tokens)
+        return (
+            num_full <= pool.full.num_free + ledger.num_evictable_full - pinned_full
+            and num_window <= pool.window.num_free + ledger.num_evictable_window - pinned_window
+        )
+
+    def begin(
+        self,
+        keys: Sequence[bytes],
+        num_tokens: int,
+        *,
+        max_cached_tokens: int | None = None,
+        full_only: bool = False,
+    ) -> SequencePages:
+        """Start a sequence whose prompt has `num_tokens` tokens, leasing the prefix match() finds now.
+
+        `max_cached_tokens` caps the lease at what a plan relied on. `full_only` leases as far as full pages reach,
+        without any window: the caller writes the windows itself, after `extend(..., window_start=...)`.
+        """
+        limit = num_tokens if max_cached_tokens is None else min(num_tokens, max_cached_tokens + 1)
+        walk = self._walk(keys, limit)
+        pages = SequencePages(
+            self._ledger,
+            self.retention,
+            page_size=self.page_size,
+            window_tokens=self.window_tokens,
+            num_prompt_tokens=num_tokens,
+            publishes=self.enabled,
+            on_close=self._sequences.discard,
+        )
+        pages.lease(keys, walk.num_pages if full_only else walk.usable_pages, with_window=not full_only)
+        self._sequences.add(pages)
+        self._num_lookup_tokens += num_tokens
+        self._num_hit_tokens += pages.num_cached_tokens
+        self._num_full_only_hit_tokens += walk.num_pages * self.page_size
+        return pages
+
+    def window_frontier(self, num_tokens: int) -> int:
+        """First page whose window a sequence of `num_tokens` committed tokens keeps; what a handoff must send."""
+        return release_frontier(
+            num_tokens,
+            window_tokens=self.window_tokens,
+            page_size=self.page_size,
+            tail_pages=self.retention.tail_pages,
+        )
+
+    def clear(self) -> int:
+        """Drop everything no running sequence uses; returns the full pages freed."""
+        freed = self._ledger.evict_full(self._ledger.num_evictable_full)
+        self._ledger.evict_window(self._ledger.num_evictable_window)
+        return freed
+
+    def stats(self) -> CacheStats:
+        """Page states of both pools and the counters."""
+        ledger = self._ledger
+        return CacheStats(
+            full=_pool_stats(self._pool.full, ledger.num_evictable_full),
+            window=_pool_stats(self._pool.window, ledger.num_evictable_window),
+            num_nodes=len(ledger.tree.nodes) - 1,
+            num_sequences=len(self._sequences),
+            num_lookup_tokens=self._num_lookup_tokens,
+            num_hit_tokens=self._num_hit_tokens,
+            num_full_only_hit_tokens=self._num_full_only_hit_tokens,
+            num_evicted_full_pages=ledger.num_evicted_full,
+            num_evicted_window_pages=ledger.num_evicted_window,
+        )
+
+    def check(self) -> None:
+        """Raise PageStateError unless every page of both pools is accounted for exactly once."""
+        audit(self._ledger, self._sequences)
+
+    def _walk(self, keys: Sequence[bytes], num_tokens: int) -> Walk:
+        stop = min(len(keys), max(0, num_tokens - 1) // self.page_size) if self.enabled else 0
+        return self._ledger.tree.walk(keys, stop=stop, window_pages=self.window_pages)
+
+    def _would_pin(self, keys: Sequence[bytes], num_tokens: int) -> tuple[int, int]:
+        walk = self._walk(keys, num_tokens)
+        num_pages, num_full, num_window = walk.usable_pages, 0, 0
+        floor = window_floor(num_pages, self.window_pages)
+        for node in self._ledger.tree.upwards(walk.node):
+            if node.start >= num_pages:
+                continue
+            stop = min(node.stop, num_pages)
+            if not node.is_protected:
+                num_full += stop - node.start
+            window = node.window_pages[max(0, floor - node.window_start) : max(0, stop - node.window_start)]
+            num_window += sum(page not in self._ledger.refs for page in window)
+            if node.is_protected and node.start <= floor:
+                break
+        return num_full, num_window
+
+
+def _pool_stats(pool: PagePool, evictable: int) -> PoolStats:
+    return PoolStats(
+        total=pool.num_pages,
+        free=pool.num_free,
+        evictable=evictable,
+        leased=pool.num_pages - pool.num_free - evictable,
+    )

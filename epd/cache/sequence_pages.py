@@ -1,0 +1,368 @@
+"""The pages of one running sequence: its row in both pools, from the first lookup to the end.
+
+    pages = cache.begin(keys, num_tokens)      # lease what the tree already holds
+    pages.extend(stop)                         # room for tokens [0, stop): next prefill chunk, decode token, drafts
+    ... compute ...
+    pages.commit(stop, keys)                   # [0, stop) is computed: publish whole pages, let go of old windows
+    pages.finish()  or  pages.abort()          # exactly once is enough; a second call does nothing
+
+Row page i holds tokens [i*P, (i+1)*P). `full_pages[i]` exists for every page; window pages only from `window_start` on:
+
+    full_pages      f0 f1 f2 f3 f4 f5 f6        published pages belong to the tree (this row leases them),
+    window_pages             w3 w4 w5 w6        later ones to the sequence; the owner bytes of the pools know which
+                    window_start = 3
+
+commit() may replace ids in the row: where the tree already holds a page with the same key, its page is used from then
+on and the sequence's duplicate is freed. Read the row again after every commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from epd.cache.ledger import TreeLedger
+from epd.cache.radix import Node, common_pages
+from epd.cache.retention import RetentionPolicy
+from epd.cache.window import release_frontier, window_floor
+from epd.kv.errors import PageStateError
+from epd.kv.pages import PageOwner
+
+__all__ = ["SequencePages"]
+
+
+class SequencePages:
+    """Owned by one sequence of the engine; made by PrefixCache.begin(). Not thread-safe: the step owns it."""
+
+    __slots__ = (
+        "_has_reopened",
+        "_ledger",
+        "_node",
+        "_num_prompt_tokens",
+        "_num_published",
+        "_on_close",
+        "_page_size",
+        "_publishes",
+        "_retention",
+        "_window_tokens",
+        "full_pages",
+        "is_open",
+        "num_cached_tokens",
+        "num_committed_tokens",
+        "window_pages",
+        "window_start",
+    )
+    full_pages: list[int]
+    """Full-pool page of every row page."""
+    window_pages: list[int]
+    """Window-pool pages of row pages [window_start, len(full_pages)); empty in a model without window layers."""
+    window_start: int
+    """First row page that has a window page."""
+    num_cached_tokens: int
+    """Tokens leased from the tree at the start: they need no computing."""
+    num_committed_tokens: int
+    """Tokens whose KV is in the row."""
+    is_open: bool
+
+    def __init__(
+        self,
+        ledger: TreeLedger,
+        retention: RetentionPolicy,
+        *,
+        page_size: int,
+        window_tokens: int,
+        num_prompt_tokens: int,
+        publishes: bool,
+        on_close: Callable[[SequencePages], None],
+    ) -> None:
+        """Made by PrefixCache.begin(), which leases the hit next; `on_close` is told once when the row ends."""
+        self._ledger = ledger
+        self._retention = retention
+        self._page_size = page_size
+        self._window_tokens = window_tokens
+        self._num_prompt_tokens = num_prompt_tokens
+        self._publishes = publishes
+        self._on_close = on_close
+        self._node = ledger.tree.root
+        self._has_reopened = False
+        self._num_published = 0
+        self.full_pages = []
+        self.window_pages = []
+        self.window_start = 0
+        self.num_cached_tokens = 0
+        self.num_committed_tokens = 0
+        self.is_open = True
+        ledger.tree.lock(self._node)
+
+    @property
+    def page_size(self) -> int:
+        return self._page_size
+
+    @property
+    def num_capacity_tokens(self) -> int:
+        """Tokens the row has room for."""
+        return len(self.full_pages) * self._page_size
+
+    @property
+    def num_published_pages(self) -> int:
+        """Row pages that belong to the tree; later ones are the sequence's own."""
+        return self._num_published
+
+    @property
+    def node(self) -> Node:
+        """The tree node whose end is this row's last published page; locked while the row is open."""
+        return self._node
+
+    def window_page(self, page_index: int) -> int | None:
+        """Window page of row page `page_index`, None where the window has moved on."""
+        offset = page_index - self.window_start
+        return self.window_pages[offset] if 0 <= offset < len(self.window_pages) else None
+
+    def pages_needed(self, num_tokens: int, *, window_start: int | None = None) -> tuple[int, int]:
+        """(full, window) pages that extend() with the same arguments would take. Changes nothing."""
+        stop = max(len(self.full_pages), -(-num_tokens // self._page_size))
+        if self._ledger.window_pages == 0:
+            return stop - len(self.full_pages), 0
+        if window_start is not None and not 0 <= window_start <= stop:
+            raise ValueError(f"window_start {window_start} is outside the row's {stop} pages")
+        return stop - len(self.full_pages), stop - self._next_window(window_start)
+
+    def extend(self, num_tokens: int, *, window_start: int | None = None) -> None:
+        """Make room for tokens [0, num_tokens), in both pools or in neither.
+
+        `window_start` (a page index) is given only when window KV will be *written* for pages that are already there:
+        a decode worker receiving a prompt takes `cache.window_frontier(num_tokens)`, healing takes where it re-runs
+        from. The row's windows then begin at that page. Raises NoPages, with the row unchanged.
+        """
+        self._require_open()
+        if window_start is None and not self._has_whole_window():
+            raise ValueError("the row has no window at its end: extend() must be told where windows will be written")
+        first = self._next_window(window_start)
+        grant = self._ledger.allocate(*self.pages_needed(num_tokens, window_start=window_start))
+        self.full_pages += grant.full_pages
+        if self._ledger.window_pages == 0:
+            return
+        if first != self.window_start + len(self.window_pages):
+            self._let_go(self.window_start + len(self.window_pages))
+            self.window_start = first
+        self.window_pages += grant.window_pages
+        if window_start is not None:
+            self._let_go(window_start)
+        self._has_reopened |= first < self._num_published
+
+    def commit(self, num_tokens: int, keys: Sequence[bytes]) -> None:
+        """Tokens [0, num_tokens) are computed and final, in every layer the row has pages for.
+
+        `keys` covers at least `num_tokens // page_size` pages of this sequence. Whole pages become visible to other
+        sequences; row ids may change to the tree's; windows behind the frontier go unless an anchor keeps them.
+        Rejected drafts are simply never committed: their pages stay in the row for the next tokens.
+        """
+        self._require_open()
+        num_pages = num_tokens // self._page_size
+        if not self.num_committed_tokens <= num_tokens <= self.num_capacity_tokens:
+            raise ValueError(
+                f"commit of {num_tokens} tokens: {self.num_committed_tokens} committed, "
+                f"room for {self.num_capacity_tokens}"
+            )
+        if self._publishes and len(keys) < num_pages:
+            raise ValueError(f"commit of {num_tokens} tokens needs {num_pages} page keys, got {len(keys)}")
+        previous = self.num_committed_tokens
+        self.num_committed_tokens = num_tokens
+        if self._publishes:
+            if self._has_reopened:
+                self._adopt_reopened()
+            if num_pages > self._num_published:
+                self._publish(keys, num_pages)
+            self._set_anchors(previous, num_tokens)
+        self._let_go(
+            release_frontier(
+                num_tokens,
+                window_tokens=self._window_tokens,
+                page_size=self._page_size,
+                tail_pages=self._retention.tail_pages,
+                interval_tokens=self._retention.release_interval_tokens,
+            )
+        )
+
+    def finish(self) -> None:
+        """End of the sequence: what is published stays in the tree with a whole window at its end, the rest goes."""
+        if self.is_open and self._publishes:
+            stop = self._num_published
+            self._anchor(stop - self._ledger.window_pages - self._retention.tail_pages, stop)
+        self.abort()
+
+    def abort(self) -> None:
+        """End early: published pages stay, no new anchor is set, everything else is freed."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        ledger = self._ledger
+        self._let_go(self.window_start + len(self.window_pages))
+        ledger.pool.full.free(self.full_pages[self._num_published :], PageOwner.SEQUENCE)
+        ledger.touch(self._node)
+        ledger.tree.unlock(self._node)
+        ledger.tidy(self._node)
+        self.full_pages = []
+        self._on_close(self)
+
+    def lease(self, keys: Sequence[bytes], num_pages: int, *, with_window: bool) -> None:
+        """Pin the first `num_pages` pages of `keys`, which the tree holds; called by PrefixCache.begin() alone."""
+        ledger = self._ledger
+        node = ledger.tree.root
+        for node in ledger.tree.path_nodes(keys, num_pages):
+            self.full_pages += node.full_pages
+        if node.stop > num_pages:
+            lower, node = node, ledger.tree.split(node, num_pages - node.start)
+            ledger.refresh(lower)
+        del self.full_pages[num_pages:]
+        self._move_lock(node)
+        self._num_published = num_pages
+        self.window_start = num_pages
+        if with_window and ledger.window_pages:
+            self._lease_window(window_floor(num_pages, ledger.window_pages))
+        self.num_cached_tokens = self.num_committed_tokens = num_pages * self._page_size
+        ledger.touch(node)
+
+    def _lease_window(self, start: int) -> None:
+        runs = []
+        for node in self._ledger.tree.upwards(self._node):
+            if node.stop <= start:
+                break
+            runs.append(node.window_pages[max(0, start - node.window_start) :])
+        self.window_pages = [page for run in reversed(runs) for page in run]
+        self.window_start = start
+        self._ledger.hold_windows(self.window_pages)
+        # A boundary that was hit once is worth keeping.
+        self._ledger.anchored.update(self.window_pages)
+
+    def _publish(self, keys: Sequence[bytes], stop: int) -> None:
+        """Hand row pages [published, stop) to the tree; where it already has a page, take that one instead."""
+        ledger = self._ledger
+        node, at = self._node, self._num_published
+        while at < stop:
+            child = node.children.get(keys[at])
+            if child is None:
+                node = self._publish_new(node, keys, at, stop)
+                break
+            run = common_pages(child.keys, keys, at, stop)
+            if run < child.num_pages:
+                lower, child = child, ledger.tree.split(child, run)
+                ledger.refresh(lower)
+            self._share(child)
+            node, at = child, child.stop
+        self._num_published = stop
+        self._move_lock(node)
+        ledger.touch(node)
+
+    def _publish_new(self, node: Node, keys: Sequence[bytes], start: int, stop: int) -> Node:
+        """The tree has none of row pages [start, stop): grow `node` at its end, or hang a child below it."""
+        ledger = self._ledger
+        full_pages = self.full_pages[start:stop]
+        first_window = max(start, self.window_start)
+        window_pages = self.window_pages[first_window - self.window_start : max(0, stop - self.window_start)]
+        ledger.pool.full.hand_over(full_pages, PageOwner.SEQUENCE, PageOwner.TREE)
+        ledger.pool.window.hand_over(window_pages, PageOwner.SEQUENCE, PageOwner.TREE)
+        ledger.hold_windows(window_pages)
+        own_locks = 1 if node is self._node else 0
+        stays_tail = not node.window_pages or first_window == start or not window_pages
+        grows = node is not ledger.tree.root and node.is_leaf and node.num_locks == own_locks and stays_tail
+        if grows and (window_pages or not node.window_pages):
+            ledger.tree.append(node, list(keys[start:stop]), full_pages)
+            node.window_pages += window_pages
+            ledger.refresh(node)
+            return node
+        child = ledger.tree.add_child(node, list(keys[start:stop]), full_pages, window_pages)
+        ledger.refresh(node)
+        return child
+
+    def _share(self, node: Node) -> None:
+        """Row pages under `node` are in the tree: use its pages, free our duplicates, lend it windows it lacks."""
+        ledger = self._ledger
+        ours = self.full_pages[node.start : node.stop]
+        duplicates = [page for page, kept in zip(ours, node.full_pages, strict=True) if page != kept]
+        self.full_pages[node.start : node.stop] = node.full_pages
+        ledger.pool.full.free(duplicates, PageOwner.SEQUENCE)
+        first = max(node.start, self.window_start)
+        window_start = node.window_start
+        adopted, spare, taken = [], [], []
+        for index in range(first, node.stop if self._ledger.window_pages else first):
+            page = self.window_pages[index - self.window_start]
+            if ledger.pool.window.owner(page) is PageOwner.TREE:
+                continue
+            if index < window_start:
+                adopted.append(page)
+                continue
+            kept_page = node.window_pages[index - window_start]
+            self.window_pages[index - self.window_start] = kept_page
+            spare.append(page)
+            taken.append(kept_page)
+        ledger.pool.window.free(spare, PageOwner.SEQUENCE)
+        ledger.pool.window.hand_over(adopted, PageOwner.SEQUENCE, PageOwner.TREE)
+        ledger.hold_windows(adopted)
+        ledger.hold_windows(taken)
+        node.window_pages = adopted + node.window_pages
+        ledger.refresh(node)
+
+    def _adopt_reopened(self) -> None:
+        """Windows were written again for pages already published: the tree takes those it lacks."""
+        for node in list(self._ledger.tree.upwards(self._node)):
+            if node.stop <= self.window_start:
+                break
+            self._share(node)
+        self._has_reopened = False
+
+    def _set_anchors(self, previous_tokens: int, num_tokens: int) -> None:
+        policy, page_size, window_pages = self._retention, self._page_size, self._ledger.window_pages
+        start, stop, prompt = previous_tokens // page_size, num_tokens // page_size, self._num_prompt_tokens
+        self._anchor(start, min(stop, -(-policy.dense_retention_tokens // page_size)))
+        for boundary in policy.stride_anchors(start, stop, page_size):
+            self._anchor(boundary - window_pages, boundary)
+        if policy.at_chunk_ends and num_tokens <= prompt:
+            self._anchor(stop - window_pages, stop)
+        if previous_tokens < prompt <= num_tokens:
+            boundary = prompt // page_size
+            self._anchor(boundary - window_pages - policy.tail_pages, boundary)
+
+    def _anchor(self, start: int, stop: int) -> None:
+        """Keep the windows of published row pages [start, stop), as far as the row still has them."""
+        first = max(0, start - self.window_start)
+        self._ledger.anchored.update(
+            self.window_pages[first : max(0, min(stop, self._num_published) - self.window_start)]
+        )
+
+    def _let_go(self, frontier: int) -> None:
+        """Give up the row's windows below page `frontier`."""
+        count = min(frontier - self.window_start, len(self.window_pages))
+        if count <= 0:
+            return
+        pages, start = self.window_pages[:count], self.window_start
+        del self.window_pages[:count]
+        self.window_start += count
+        owners = self._ledger.pool.window
+        shared = [page for page in pages if owners.owner(page) is PageOwner.TREE]
+        owners.free([page for page in pages if owners.owner(page) is PageOwner.SEQUENCE], PageOwner.SEQUENCE)
+        # The tree's part comes first: pages are handed over from the front.
+        self._ledger.release_windows(self._node, start, shared)
+
+    def _next_window(self, window_start: int | None) -> int:
+        """First page that extend() would take a window page for."""
+        end = self.window_start + len(self.window_pages)
+        if window_start is None or self.window_start <= window_start <= end:
+            return end
+        return window_start
+
+    def _has_whole_window(self) -> bool:
+        boundary = self.num_committed_tokens // self._page_size
+        return self.window_start <= window_floor(boundary, self._ledger.window_pages)
+
+    def _move_lock(self, node: Node) -> None:
+        previous, self._node = self._node, node
+        if previous is node:
+            return
+        self._ledger.tree.lock(node)
+        self._ledger.tree.unlock(previous)
+        self._ledger.refresh(node)
+        self._ledger.tidy(previous)
+
+    def _require_open(self) -> None:
+        if not self.is_open:
+            raise PageStateError("the sequence's pages were already given back")
