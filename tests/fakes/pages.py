@@ -64,10 +64,11 @@ class PagedCache:
             write_full=write_full,
         )
 
-    def drop_window(self, name: str) -> None:
-        """Forget all window content of a sequence, and give it fresh pages for all of it."""
+    def drop_window(self, name: str, *, fresh_from_page: int) -> None:
+        """Forget all window content of a sequence, and give it empty window pages from a logical page on."""
         self._drop_window_before(name, len(self._full[name]))
-        self._window[name] = {page: self._free_window.pop() for page in range(len(self._full[name]))}
+        fresh = range(fresh_from_page, len(self._full[name]))
+        self._window[name] = {page: self._free_window.pop() for page in fresh}
 
     def attention(self, *sequences: PagedSequence) -> PagedAttention:
         return PagedAttention(sequences, self, page_size=self.page_size)

@@ -1,4 +1,4 @@
-"""Logits and greedy tokens against Transformers and vLLM, by full recomputation and by incremental decoding in pages."""
+"""Logits and greedy tokens against Transformers and vLLM, recomputed in full and decoded incrementally in pages."""
 
 import json
 from functools import cache
@@ -93,15 +93,9 @@ def test_log_probabilities_equal_vllm(case: int) -> None:
     top_ids = golden[f"case{case}.top_ids"].long()
     logits, greedy = paged_greedy(model, prompt, chunk=256)
     for log_probs in (logits.log_softmax(-1), dense_logits(model, prompt).log_softmax(-1)):
-        rows = log_probs[_positions(case)].gather(1, top_ids)
+        rows = log_probs[golden[f"case{case}.positions"].long()].gather(1, top_ids)
         torch.testing.assert_close(rows, golden[f"case{case}.top_logprobs"], atol=TOLERANCE, rtol=0)
     assert greedy == golden[f"case{case}.greedy"].tolist()
-
-
-def _positions(case: int) -> Tensor:
-    golden = expected_of("vllm_bf16_wl127")
-    positions = golden.get(f"case{case}.positions")
-    return (expected_of("hf_bf16_wl127")[f"case{case}.positions"] if positions is None else positions).long()
 
 
 def test_the_two_windows_differ() -> None:
