@@ -25,7 +25,11 @@ _DEMUXERS: Final = (
     "webp_anim,ogg,wav,w64,mp3,aac,flac,aiff,caf,au,amr,ac3,eac3,loas,tta,wv,ape"
 )
 _OPTIONS: Final = {"format_whitelist": _DEMUXERS, "protocol_whitelist": "none"}
-_NOT_MEDIA: Final = frozenset({"text", "JSON text", "empty file", "unknown data"})
+_TEXT_KINDS: Final = frozenset({"text", "JSON text", "empty file"})
+_REFUSED_KINDS: Final = frozenset(
+    {"SVG", "HTML page", "XML text", "PDF document", "ZIP archive", "gzip archive", "PostScript document"}
+    | {"ELF program", "HLS playlist"}
+)
 
 
 def open_container(content: bytes, wanted: str) -> InputContainer:
@@ -34,7 +38,7 @@ def open_container(content: bytes, wanted: str) -> InputContainer:
     Raises MediaUndecodable or MediaUnsupported, saying what was found.
     """
     kind = sniff(content)
-    if kind in _NOT_MEDIA - {"unknown data"}:
+    if kind in _TEXT_KINDS:
         raise MediaUndecodable(f"expected {wanted}, found {describe(content)}")
     try:
         return av.open(io.BytesIO(content), mode="r", options=dict(_OPTIONS), metadata_errors="replace")
@@ -42,12 +46,6 @@ def open_container(content: bytes, wanted: str) -> InputContainer:
         if kind in IMAGE_KINDS or kind in _REFUSED_KINDS:
             raise MediaUnsupported(f"expected {wanted}, found {describe(content)}") from error
         raise MediaUndecodable(f"expected {wanted}, but {describe(content)}, cannot be opened: {error}") from error
-
-
-_REFUSED_KINDS: Final = frozenset(
-    {"SVG", "HTML page", "XML text", "PDF document", "ZIP archive", "gzip archive", "PostScript document",
-     "ELF program", "HLS playlist"}
-)  # fmt: skip
 
 
 class PacketReader:
