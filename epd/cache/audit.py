@@ -1,4 +1,4 @@
-"""The audit behind PrefixCache.check(): counts everything again, from the tree and the rows, and compares with the books."""
+"""The audit behind PrefixCache.check(): counts everything again, from tree and rows, and compares with the books."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _require_partition(pool: PagePool, tree: list[int], own: list[int]) -> None:
         wrong = [page for page in pages if pool.owner(page) is not owner]
         if wrong or len(pages) != pool.count(owner):
             raise PageStateError(
-                f"{pool.name} pool: {owner.name} holds {len(pages)} pages, {pool.count(owner)} booked, wrong {wrong[:8]}"
+                f"{pool.name} pool: {owner.name} has {len(pages)} pages, {pool.count(owner)} booked, wrong {wrong[:8]}"
             )
 
 

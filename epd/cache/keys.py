@@ -3,8 +3,8 @@
     key(page i) = xxh3_128(key(page i - 1), 16 bytes per token);   key(page -1) = xxh3_128(seed)
 
 A text token is (token id, 0); token j of a media span is a digest of (media key, j), never the pad id that stands in
-the prompt, so two prompts share a page exactly when their text and their media content agree. The seed carries what else
-the KV bytes depend on (model fingerprint, KV layout version, and a tenant or salt where caches must not be shared).
+the prompt, so two prompts share a page exactly when their text and their media content agree. The seed carries what
+else the KV bytes depend on (model fingerprint, KV layout version, a tenant or salt where caches must not be shared).
 
 Because digests are chained, equal keys at page i mean equal prefixes up to page i; the tree relies on that.
 """

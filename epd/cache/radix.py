@@ -149,7 +149,7 @@ class RadixTree:
             self.num_protected_pages += len(keys)
 
     def split(self, node: Node, num_pages: int) -> Node:
-        """Cut `node` after `num_pages` pages; returns the new upper part. `node` stays the lower part, locks and all."""
+        """Cut `node` after `num_pages` pages; returns the new upper part. `node` stays the lower one, locks and all."""
         upper = self._new_node(node.parent, node.start)
         upper.access, upper.window_access = node.access, node.window_access
         upper.holders = 1 if node.is_protected else 0
@@ -255,7 +255,7 @@ class RadixTree:
             stack += node.children.values()
         if reached != len(self.nodes) or protected != self.num_protected_pages:
             raise PageStateError(
-                f"{reached} nodes reached of {len(self.nodes)}; {protected} protected, {self.num_protected_pages} booked"
+                f"{reached} of {len(self.nodes)} nodes reached; {protected} protected, {self.num_protected_pages} booked"
             )
 
     def _new_node(self, parent: Node | None, start: int) -> Node:

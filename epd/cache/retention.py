@@ -22,7 +22,7 @@ class RetentionPolicy:
     at_chunk_ends: bool = True
     """Keep the boundary at the end of each prefill chunk."""
     tail_pages: int = 1
-    """Pages kept before the window at the end of a prompt or response: 1, or 2 when draft layers drop a page of a hit."""
+    """Pages kept before the window at a prompt's or response's end: 1, or 2 when draft layers drop a page of a hit."""
     release_interval_tokens: int = 1
     """A running sequence lets go of windows behind it once per so many tokens."""
 
@@ -33,7 +33,7 @@ class RetentionPolicy:
             raise ValueError("tail_pages and release_interval_tokens must be at least 1")
 
     def stride_anchors(self, start_page: int, stop_page: int, page_size: int) -> Iterator[int]:
-        """Boundaries b, in pages, with start_page < b <= stop_page, that the stride asks for (rounded down to pages)."""
+        """Boundaries b, in pages, with start_page < b <= stop_page, that the stride (rounded down to pages) asks for."""
         if self.retention_stride_tokens == 0:
             return
         stride = max(1, self.retention_stride_tokens // page_size)

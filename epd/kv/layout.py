@@ -1,6 +1,6 @@
 """KV geometry: bytes per page of each pool, and how a memory budget is split between them.
 
-K and V rows differ in width, and full and window layers may differ in KV heads, so every number is summed layer by layer:
+K and V rows differ in width, and full and window layers may differ in KV heads, so every number is a sum over layers:
 bytes per token and layer = num_kv_heads * (qk_dim + v_dim) * dtype_bytes. Full layers keep every token; window layers
 (sliding-attention layers of the trunk, and the draft heads) keep the window of each live boundary.
 """
@@ -87,7 +87,7 @@ class KvLayout:
         return self.window_bytes_per_token * self.page_size
 
     def sequence_bytes(self, num_tokens: int, *, window_tokens: int) -> int:
-        """KV bytes of one sequence without page rounding: all tokens in full layers, `window_tokens` in window layers."""
+        """KV bytes of one sequence, not rounded to pages: all tokens in full layers, `window_tokens` in window layers."""
         window = min(num_tokens, window_tokens)
         return num_tokens * self.full_bytes_per_token + window * self.window_bytes_per_token
 
@@ -140,8 +140,8 @@ def plan_pools(
     floor_bytes = min_full * layout.full_page_bytes + min_window * layout.window_page_bytes
     if budget_bytes < floor_bytes:
         raise PoolTooSmall(
-            f"KV budget of {budget_bytes:,} bytes is below the {floor_bytes:,} needed for {max_running} running sequences "
-            f"of {expected_sequence_tokens:,} tokens: {min_full} full pages of {layout.full_page_bytes:,} bytes and "
+            f"KV budget of {budget_bytes:,} bytes is below the {floor_bytes:,} that {max_running} running sequences "
+            f"of {expected_sequence_tokens:,} tokens need: {min_full} full pages of {layout.full_page_bytes:,} bytes and "
             f"{min_window} window pages of {layout.window_page_bytes:,} bytes"
         )
     kept_windows = 1 + (expected_sequence_tokens // retention_stride_tokens if retention_stride_tokens else 0)
