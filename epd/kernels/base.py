@@ -73,8 +73,8 @@ class PagedSequence:
 
     `full_pages`: int64 [ceil((num_context + num_new) / P)], entry j is the full-pool page of logical page j.
     `window_pages`: int64, entry i is the window-pool page of logical page `window_start_page + i`; it reaches the same
-    end as `full_pages`. Nothing before `window_start_page` is ever read; from its first position on, all positions before
-    num_context must be held. Both tensors lie on the storage's device.
+    end as `full_pages`. Nothing before `window_start_page` is ever read; from its first position on, all positions
+    before num_context must be held. Both tensors lie on the storage's device.
     `write_full` False leaves the full pages as they are: all of them must already hold [0, num_context + num_new), and
     window layers may then begin where earlier window pages are gone (their first tokens see a shorter window). Because
     whole pages are read, such a run begins at the first position of a page.

@@ -227,26 +227,38 @@ def _block_window_attention(
 ) -> Tensor:
     """Return [B, L, N, V]: blocks of window_left + 1 queries, each against its own and the previous block of keys.
 
-    With that block size a query reaches back into the previous block and never beyond it. Keys before the start of the
-    sequence are zero padding, masked in the first block; padding after the end is behind every real query.
+    With that block size a query reaches back into the previous block and never beyond it, and never sees the first of
+    the 2C keys. The sink takes that place: its key is zero but for one extra channel of one, in which the query holds
+    the sink, and its value is zero. So the fused kernels do it all, and the sink's gradient comes through the query.
     """
     assert spec.window_left is not None
     batch, length = q_BLNH.shape[:2]
     block = spec.window_left + 1
     num_blocks = -(-length // block)
     tail = num_blocks * block - length
-    q_BMCNH = torch.unflatten(F.pad(q_BLNH, (0, 0, 0, 0, 0, tail)), 1, (num_blocks, block))
-    k_BMSKH, v_BMSKV = (_own_and_previous(x, num_blocks, block, tail) for x in (k_BLKH, v_BLKV))
     query_C = torch.arange(block, device=q_BLNH.device) + block
     key_S = torch.arange(2 * block, device=q_BLNH.device)
-    visible_CS = visible_keys(query_C, key_S, spec.window_left)
-    visible_MCS = visible_CS.expand(num_blocks, -1, -1).clone()
+    visible_MCS = visible_keys(query_C, key_S, spec.window_left).repeat(num_blocks, 1, 1)
+    # Before the first block there is padding only.
     visible_MCS[0, :, :block] = False
-    visible_BCS = visible_MCS.expand(batch, -1, -1, -1).flatten(0, 1)
-    out_BCNV = softmax_attention(
-        spec, q_BMCNH.flatten(0, 1), k_BMSKH.flatten(0, 1), v_BMSKV.flatten(0, 1), visible_BCS, sink_N
+    k_BMSKH, v_BMSKV = (_own_and_previous(x, num_blocks, block, tail) for x in (k_BLKH, v_BLKV))
+    q_BLNH = q_BLNH * spec.scale
+    if sink_N is not None:
+        visible_MCS[..., 0] = True
+        is_first_S = (key_S == 0).to(k_BMSKH.dtype)[:, None, None]
+        one_BMSK1 = is_first_S.expand(*k_BMSKH.shape[:-1], 1)
+        k_BMSKH = torch.cat([k_BMSKH * (1 - is_first_S), one_BMSK1], dim=-1)
+        v_BMSKV = v_BMSKV * (1 - is_first_S)
+        q_BLNH = torch.cat([q_BLNH, sink_N.to(q_BLNH.dtype)[:, None].expand(*q_BLNH.shape[:-1], 1)], dim=-1)
+    q_BMCNH = torch.unflatten(F.pad(q_BLNH, (0, 0, 0, 0, 0, tail)), 1, (num_blocks, block))
+    # One width of a multiple of eight for all three is what the fused kernels ask for.
+    width = -(-max(q_BMCNH.shape[-1], spec.v_dim) // 8) * 8
+    q, k, v = (F.pad(x, (0, width - x.shape[-1])).flatten(0, 1).transpose(1, 2) for x in (q_BMCNH, k_BMSKH, v_BMSKV))
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=visible_MCS.repeat(batch, 1, 1)[:, None], scale=1.0, enable_gqa=q.shape[1] != k.shape[1]
     )
-    return torch.unflatten(out_BCNV, 0, (batch, num_blocks)).flatten(1, 2)[:, :length]
+    out_BMCNV = torch.unflatten(out.transpose(1, 2)[..., : spec.v_dim], 0, (batch, num_blocks))
+    return out_BMCNV.flatten(1, 2)[:, :length]
 
 
 def _own_and_previous(x_BLKD: Tensor, num_blocks: int, block: int, tail: int) -> Tensor:
