@@ -1,0 +1,79 @@
+"""Audio task: transcribe a sequence of telephone keys (DTMF)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from training.tasks.types import Part, Sample, Sound, Turn, generator, pick, pick_system
+
+RATE_HZ = 24_000
+KEYS = "0123456789"
+LOW_HZ = {"1": 697, "2": 697, "3": 697, "4": 770, "5": 770, "6": 770, "7": 852, "8": 852, "9": 852, "0": 941}
+HIGH_HZ = {"1": 1209, "4": 1209, "7": 1209, "2": 1336, "5": 1336, "8": 1336, "0": 1336, "3": 1477, "6": 1477, "9": 1477}
+QUESTIONS = (
+    "Which keys were pressed?",
+    "Which digits do you hear?",
+    "Transcribe the tones.",
+    "What number was dialled?",
+    "Write down the keys.",
+    "Which tone sequence was played?",
+)
+
+
+def tone(rng: np.random.Generator, key: str, num_samples: int) -> NDArray[np.float32]:
+    """Two sines with random phases, a small tilt between them and 5 ms ramps."""
+    time = np.arange(num_samples) / RATE_HZ
+    tilt = float(rng.uniform(0.75, 1.3))
+    drift = 1 + float(rng.uniform(-0.006, 0.006))
+    low = np.sin(2 * np.pi * LOW_HZ[key] * drift * time + rng.uniform(0, 6.28))
+    high = np.sin(2 * np.pi * HIGH_HZ[key] * drift * time + rng.uniform(0, 6.28))
+    ramp = np.minimum(1.0, np.minimum(np.arange(num_samples), np.arange(num_samples)[::-1]) / (0.005 * RATE_HZ))
+    return ((low + tilt * high) / (1 + tilt) * ramp).astype(np.float32)
+
+
+def render(rng: np.random.Generator, keys: str) -> tuple[NDArray[np.float32], tuple[tuple[int, int], ...]]:
+    """The sound, `[N]` float32, and the `[start, stop)` sample range of each key."""
+    silence = float(rng.uniform(0.03, 0.4))
+    pieces = [np.zeros(int(silence * RATE_HZ), np.float32)]
+    ranges = []
+    position = len(pieces[0])
+    even = rng.random() < 0.5
+    length_s, gap_s = float(rng.uniform(0.1, 0.25)), float(rng.uniform(0.08, 0.2))
+    for key in keys:
+        if not even:
+            length_s, gap_s = float(rng.uniform(0.1, 0.25)), float(rng.uniform(0.08, 0.2))
+        burst = tone(rng, key, int(length_s * RATE_HZ))
+        ranges.append((position, position + len(burst)))
+        pieces += [burst, np.zeros(int(gap_s * RATE_HZ), np.float32)]
+        position += len(burst) + len(pieces[-1])
+    pieces.append(np.zeros(int(float(rng.uniform(0.0, 0.3)) * RATE_HZ), np.float32))
+    level = float(10 ** rng.uniform(-1.3, -0.05))
+    samples = np.concatenate(pieces) * level
+    if rng.random() < 0.6:
+        noise = rng.standard_normal(len(samples), dtype=np.float32)
+        samples = samples + noise * level * float(10 ** rng.uniform(-3.5, -1.6))
+    if rng.random() < 0.5:  # 16-bit files round
+        samples = np.round(samples * 32767) / 32768
+    return np.clip(samples, -1, 1).astype(np.float32), tuple(ranges)
+
+
+def draw_keys(rng: np.random.Generator) -> str:
+    """Three to six keys; every third sequence repeats a key somewhere."""
+    keys = [pick(rng, tuple(KEYS)) for _ in range(int(rng.integers(3, 7)))]
+    if rng.random() < 0.2:
+        place = int(rng.integers(len(keys) - 1))
+        keys[place + 1] = keys[place]
+    return "".join(keys)
+
+
+def sample(seed: int, index: int) -> Sample:
+    """One question about one sound."""
+    rng = generator("audio", seed, index)
+    keys = draw_keys(rng)
+    samples, ranges = render(rng, keys)
+    question = pick(rng, QUESTIONS)
+    sound = Sound(samples)
+    parts: tuple[Part, ...] = (sound, question) if rng.random() < 0.6 else (question, sound)
+    labels = tuple(value for key, (start, stop) in zip(keys, ranges, strict=True) for value in (int(key), start, stop))
+    return Sample("audio", (Turn(parts, " ".join(keys)),), pick_system(rng), labels)

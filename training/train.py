@@ -1,0 +1,241 @@
+"""Train mimo-nano on all tasks at once.
+
+    python -m training.train --resume --minutes 75
+
+Every step mixes the tasks. The learning rate is flat, then falls to zero over the last third of the wall-clock budget.
+State lives in runs/nano.pt; `--resume` continues from it. Held-out exact match per task is printed as it goes: the share
+of samples whose every answer token is the most likely one, which is what greedy decoding gets right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from training.batch import Batch, Codes, Encoded, Encoder, collate
+from training.export import export
+from training.nano import Nano, exact_matches, mtp_losses, task_losses
+from training.optim import build_optimisers, set_rate
+from training.pretrain_audio import disturb
+from training.tasks import audio, image, text, video
+from training.tasks.types import HELD_OUT_SEED, Part, Sample, Turn, pick
+
+RUNS = Path("runs")
+STATE = RUNS / "nano.pt"
+TRAIN_SEED = 10
+MAX_SENTENCES = 135
+WEIGHTS = {"image": 1.0, "video": 1.0, "audio": 1.0, "text": 1.0, "repeat": 0.5, "count": 0.5, "small_talk": 0.3}
+
+
+class Mixer:
+    """Draws the samples of a step. `longest` is how many filler sentences the recall task may have by now."""
+
+    def __init__(self, books: list[Tensor]) -> None:
+        self.encode = Encoder()
+        self.books = books
+        self.longest = 4
+        self.shares = {"image": 10, "video": 5, "audio": 14, "text": 900, "repeat": 5, "count": 1, "small_talk": 1}
+        self.pools: dict[str, list[Tensor]] = {}
+
+    def sound_sample(self, pool: str, seed: int, index: int, noise: float) -> Sample:
+        """An audio sample from the pool of tokenised clips, with a fresh question."""
+        if not self.pools:
+            self.pools = torch.load(RUNS / "sounds.pt", weights_only=True)
+        codes = self.pools[pool]
+        place = index % len(codes)
+        sample = audio.sample(4 if pool == "train" else HELD_OUT_SEED, place)
+        groups = codes[place].long()
+        groups = disturb(groups, self.books, noise) if noise else groups
+        rng = np.random.default_rng((seed, index))
+        question: tuple[Part | Codes, ...] = (Codes(groups), pick(rng, audio.QUESTIONS))
+        if rng.random() < 0.4:
+            question = question[::-1]
+        return dataclasses.replace(sample, turns=(Turn(question, sample.turns[0].answer),))  # type: ignore[arg-type]
+
+    def recall_samples(self, seed: int, step: int, token_budget: int) -> list[Sample]:
+        """Texts of one length, drawn between 1 and `longest` sentences on a log scale; short ones ask several times."""
+        rng = np.random.default_rng((seed, step, 5))
+        if self.longest > 30 and step % 3:  # most steps stay cheap, every third is long
+            num_sentences = int(np.exp(rng.uniform(0, np.log(30))))
+        else:
+            num_sentences = int(np.exp(rng.uniform(np.log(max(1, self.longest / 6)), np.log(self.longest + 1))))
+        count = max(1, token_budget // (num_sentences * 11 + 110))
+        return [
+            text.recall(seed, step * 64 + place, num_sentences, num_questions=int(rng.integers(1, 5)))
+            for place in range(count)
+        ]
+
+    def draw(self, step: int) -> Batch:
+        """One training step."""
+        shares, seed, samples = self.shares, TRAIN_SEED, []
+        for task, make in (("image", image.sample), ("video", video.sample), ("repeat", text.repeat),
+                           ("count", text.count), ("small_talk", text.small_talk)):
+            samples += [make(seed, step * 64 + place) for place in range(shares[task])]
+        samples += [
+            self.sound_sample("train", step, step * shares["audio"] + place, 0.02) for place in range(shares["audio"])
+        ]
+        samples += self.recall_samples(seed, step, shares["text"])
+        return collate([self.encode(sample) for sample in samples])
+
+    def held_out(self, count: int, num_sentences: int) -> list[Encoded]:
+        """Held-out samples of every task; recall at the given length."""
+        seed, samples = HELD_OUT_SEED, []
+        for index in range(count):
+            samples += [image.sample(seed, index), video.sample(seed, index), text.repeat(seed, index)]
+            samples.append(self.sound_sample("held_out", seed, index, 0.0))
+            if index % 4 == 0:
+                samples += [text.count(seed, index), text.small_talk(seed, index)]
+            if index % 2 == 0:
+                samples.append(text.recall(seed, index, num_sentences))
+        return [self.encode(sample) for sample in samples]
+
+
+@torch.no_grad()
+def evaluate(net: Nano, samples: list[Encoded], chunk: int = 64) -> dict[str, float]:
+    """Exact match per task."""
+    net.eval()
+    totals: dict[str, tuple[int, int]] = {}
+    samples = sorted(samples, key=lambda sample: len(sample.ids))
+    for start in range(0, len(samples), chunk):
+        batch = collate(samples[start : start + chunk])
+        with torch.autocast("cpu", torch.bfloat16):
+            _, _, logits = net(batch)
+        for task, (right, total) in exact_matches(batch, logits).items():
+            before = totals.get(task, (0, 0))
+            totals[task] = before[0] + right, before[1] + total
+    net.train()
+    return {task: right / total for task, (right, total) in sorted(totals.items())}
+
+
+class Trainer:
+    """Network, optimisers and progress; saved and restored as one file."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.net = Nano()
+        audio_state = torch.load(RUNS / "audio.pt", weights_only=True)
+        self.mixer = Mixer(audio_state["books"])
+        towers = nn.ModuleList([self.net.vision, self.net.audio])
+        plain = ("embed", "head", "router", "patch_embed")
+        self.optimisers = build_optimisers(self.net.text, args.lr, args.lr * 0.7, plain) + build_optimisers(
+            towers, args.lr * 0.4, args.lr * 0.3, plain
+        )
+        self.step, self.spent_s = 0, 0.0
+        if args.resume and STATE.exists():
+            self.restore()
+        else:
+            self.net.vision.load_state_dict(torch.load(RUNS / "vision.pt", weights_only=True)["net"])
+            self.net.audio.load_state_dict(audio_state["encoder"])
+
+    def restore(self) -> None:
+        """Continue from runs/nano.pt."""
+        state: dict[str, Any] = torch.load(STATE, weights_only=True)
+        self.net.load_state_dict(state["net"])
+        for optimiser, kept in zip(self.optimisers, state["optimisers"], strict=True):
+            peaks = [group["peak"] for group in optimiser.param_groups]
+            optimiser.load_state_dict(kept)
+            for group, peak in zip(optimiser.param_groups, peaks, strict=True):
+                group["peak"] = peak
+        self.step, self.spent_s, self.mixer.longest = state["step"], state["spent_s"], state["longest"]
+
+    def save(self) -> None:
+        """Write the state through a temporary file."""
+        state = {
+            "net": self.net.state_dict(),
+            "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
+            "step": self.step,
+            "spent_s": self.spent_s,
+            "longest": self.mixer.longest,
+        }
+        torch.save(state, STATE.with_suffix(".tmp"))
+        STATE.with_suffix(".tmp").replace(STATE)
+
+    def rate(self) -> float:
+        """Share of the peak learning rate: short warm-up, flat, linear fall over the last third."""
+        progress = self.spent_s / 60 / self.args.minutes
+        return min(1.0, (self.step + 1) / 60) * min(1.0, max(0.01, (1 - progress) / 0.35))
+
+    def train_step(self) -> dict[str, Tensor]:
+        """Forward, backward, update; returns the losses."""
+        batch = self.mixer.draw(self.step)
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden_TD, states_TD, logits_AV = self.net(batch)
+            losses = task_losses(batch, logits_AV)
+            total = torch.stack([WEIGHTS[task] * loss for task, loss in losses.items()]).sum()
+            if self.args.mtp_every and self.step % self.args.mtp_every == 0:
+                total = total + torch.stack([loss for loss, _ in mtp_losses(self.net, batch, hidden_TD, states_TD)]).sum()
+        total.backward()
+        nn.utils.clip_grad_norm_(self.net.parameters(), 2.0)
+        set_rate(self.optimisers, self.rate())
+        for optimiser in self.optimisers:
+            optimiser.step()
+            optimiser.zero_grad()
+        self.step += 1
+        return losses
+
+    def report(self, seconds: float, losses: dict[str, float]) -> None:
+        """Held-out scores, curriculum, balance; saves the state."""
+        scores = evaluate(self.net, self.mixer.held_out(self.args.held_out, self.mixer.longest))
+        busiest = max(float(share.max()) for share in self.net.text.balance(0.0))
+        if scores["text"] >= 0.85 and self.mixer.longest < MAX_SENTENCES:
+            self.mixer.longest = min(MAX_SENTENCES, int(self.mixer.longest * 1.5) + 1)
+        print(
+            f"[{time.strftime('%H:%M:%S')}] step {self.step} spent {self.spent_s / 60:.1f} min {seconds:.2f} s/step rate "
+            f"{self.rate():.2f} longest {self.mixer.longest} busiest expert {busiest:.2f} | "
+            + " ".join(f"{task} {loss:.3f}" for task, loss in losses.items())
+            + " | " + " ".join(f"{task} {score:.3f}" for task, score in scores.items()),
+            flush=True,
+        )
+        self.save()
+
+    def run(self) -> None:
+        """Until the budget is spent."""
+        self.net.train()
+        sums: dict[str, float] = {}
+        begun, mark, exported = self.step, time.time(), time.time()
+        while self.spent_s < self.args.minutes * 60:
+            started = time.time()
+            for task, loss in self.train_step().items():
+                sums[task] = sums.get(task, 0.0) + float(loss)
+            if self.step % 4 == 0 and self.step % self.args.report_every > 8:
+                self.net.text.balance(0.003)
+            self.spent_s += time.time() - started
+            if self.step % self.args.report_every == 0:
+                num_steps = self.step - begun
+                self.report((time.time() - mark) / num_steps, {task: value / num_steps for task, value in sums.items()})
+                begun, mark, sums = self.step, time.time(), {}
+            if time.time() - exported > self.args.export_minutes * 60:
+                export(self.net)
+                exported = time.time()
+        self.save()
+        export(self.net)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=75, help="wall-clock training time in all, earlier runs included")
+    parser.add_argument("--resume", action="store_true", help="continue from runs/nano.pt")
+    parser.add_argument("--lr", type=float, default=5e-3, help="peak learning rate of the trunk's matrices")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--report-every", type=int, default=100, help="steps between held-out scores")
+    parser.add_argument("--held-out", type=int, default=64, help="held-out samples per task in a report")
+    parser.add_argument("--mtp-every", type=int, default=0, help="steps between MTP updates; 0 leaves the heads alone")
+    parser.add_argument("--export-minutes", type=float, default=8, help="minutes between exported checkpoints")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    random.seed(0)
+    Trainer(args).run()
+
+
+if __name__ == "__main__":
+    main()
