@@ -1,4 +1,23 @@
 """The encoder: a server that turns media into embedding rows, and the towers it runs.
 
-Importing this package loads no torch; the gateway depends on that. Import the submodule that is wanted.
+Importing this package loads no torch; the gateway depends on that. The names below that need it are loaded when asked
+for.
 """
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from encoder.local import LocalEncoder
+    from encoder.process import open_server, run_encoder
+
+__all__ = ["LocalEncoder", "open_server", "run_encoder"]
+
+_HOMES = {"LocalEncoder": "encoder.local", "open_server": "encoder.process", "run_encoder": "encoder.process"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -222,20 +222,41 @@ class AudioTokenizerConfig:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderConfig:
-    """Knobs of one encoder process."""
+    """Knobs of one encoder process. Raises ValueError naming key, value and what is allowed."""
 
-    # One tower pass takes at most this much; a larger medium runs alone, a video in passes of whole temporal slices.
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    # Results depend in their last bits on the number of threads that share a matrix product, so the value is part of
+    # what an embedding is: every process that must agree bit for bit uses the same one.
+    tower_threads: int = 1
+    decode_threads: int = 2
+    # One batch takes at most this much; a larger medium is a batch of its own.
     max_batch_patches: int = 32_768
     max_batch_mel_frames: int = 24_000
     max_batch_jobs: int = 64
-    max_batch_wait_s: float = 0.004
-    # Jobs admitted and not yet replied to; one more is refused with 503.
-    max_pending_jobs: int = 256
+    # Media of a batch run one after another (see `runner`), so waiting for company gains nothing while the tower idles.
+    max_batch_wait_s: float = 0.0
+    # Requests admitted and not yet replied to; one more is refused with 503.
+    max_pending: int = 256
     retry_after_s: float = 1.0
-    arena_bytes: int = 512 * 2**20
-    page_bytes: int = 16 * 2**10
-    lease_timeout_s: float = 120.0
-    job_timeout_s: float = 120.0
-    num_decode_threads: int = 2
+    arena_bytes: int = 256 * 2**20
+    page_bytes: int = 4096
+    # A lease lasts until its request's deadline, and never longer than this.
+    max_lease_s: float = 900.0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float32", "bfloat16"):
+            raise _refuse("dtype", self.dtype, "'float32' or 'bfloat16'")
+        at_least_one = ("tower_threads", "decode_threads", "max_batch_patches", "max_batch_mel_frames")
+        for name in (*at_least_one, "max_batch_jobs", "max_pending"):
+            if getattr(self, name) < 1:
+                raise _refuse(name, getattr(self, name), "1 or more")
+        for name in ("max_batch_wait_s", "retry_after_s", "max_lease_s"):
+            if getattr(self, name) < 0:
+                raise _refuse(name, getattr(self, name), "0 or more")
+        if self.page_bytes < 64 or self.page_bytes % 64:
+            raise _refuse("page_bytes", self.page_bytes, "a multiple of 64")
+        if self.arena_bytes < self.page_bytes:
+            raise _refuse("arena_bytes", self.arena_bytes, f"at least page_bytes, {self.page_bytes}")

@@ -53,3 +53,50 @@ class WireError(EncoderError):
 
     status = 400
     code = "wire_error"
+
+
+class EmbeddingTooLarge(EncoderError):
+    """One medium's embedding would not fit an empty arena."""
+
+    status = 413
+    code = "embedding_too_large"
+
+
+class ArenaUnavailable(EncoderError):
+    """The host has no room for the shared-memory segment; the process cannot start."""
+
+    code = "arena_unavailable"
+
+
+class KeyMismatch(EncoderError):
+    """The sender's key is not the key this encoder computes: it was made for other weights or other settings."""
+
+    status = 503
+    code = "key_mismatch"
+
+
+class DuplicateRequest(EncoderError):
+    """A request with this id is being served to the same peer."""
+
+    status = 409
+    code = "duplicate_request"
+
+
+class EncodeCancelled(EncoderError):
+    """The peer took its request back."""
+
+    status = 499
+    code = "cancelled"
+
+
+class TowerFailed(EncoderError):
+    """The tower raised on this medium; its batch mates are unaffected."""
+
+    code = "tower_failed"
+
+
+class ReplicaLost(EncoderError):
+    """The connection to a replica broke, or it restarted or fell silent, while it owed a reply."""
+
+    status = 503
+    code = "replica_lost"

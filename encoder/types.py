@@ -11,8 +11,8 @@ from preprocess.types import MediaKey, MediaLayout, MediaOptions, Modality
 class EmbeddingRef(msgspec.Struct, frozen=True, kw_only=True):
     """Names the rows of one medium in a shared-memory arena; holds them alive through `lease_id`, carries no bytes.
 
-    The tensor is `[num_rows, width]`, contiguous, at `offset_bytes` of the segment `arena`. `checksum` is xxh3-64 of its
-    bytes. A reader that finds another checksum or no such segment must treat the embedding as lost and ask again.
+    The tensor is `[num_rows, width]`, contiguous, at `offset_bytes` of the segment `arena`. `checksum` is xxh3-64 of
+    its bytes. A reader that finds another checksum or no such segment must treat the embedding as lost and ask again.
     """
 
     key: MediaKey
@@ -37,8 +37,8 @@ class StageTimings(msgspec.Struct, frozen=True, kw_only=True):
 class EncodeRequest(msgspec.Struct, frozen=True, kw_only=True, tag="encode"):
     """Ask for the embedding of one medium. The content travels as the first tensor frame (uint8), never in here.
 
-    `key` was computed by the sender from the content, the options and the encoder's own fingerprint. `inline` asks for the
-    rows as a tensor frame in the reply, for a reader that cannot map the arena (another host).
+    `key` was computed by the sender from the content, the options and the encoder's own fingerprint. `inline` asks
+    for the rows as a tensor frame in the reply, for a reader that cannot map the arena (another host).
     """
 
     request_id: str

@@ -3,8 +3,8 @@
     frame 0   msgpack: {v: version, b: message, t: [{dtype, shape, size_bytes, checksum}, ...]}
     frame 1+  the bytes of each tensor, C order
 
-No pickle anywhere: a frame is either data we can describe or refused with `WireError`. Checksums are xxh3-64 of the bytes,
-so a truncated or foreign frame cannot pass for an embedding or a KV page.
+No pickle anywhere: a frame is either data we can describe or refused with `WireError`. Checksums are xxh3-64 of the
+bytes, so a truncated or foreign frame cannot pass for an embedding or a KV page.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class _Header(msgspec.Struct, frozen=True):
 
 
 class TensorFrame:
-    """One tensor on the wire: dtype name, shape and its bytes (C order). Numpy and torch meet here without knowing each other."""
+    """One tensor on the wire: dtype name, shape, bytes in C order. Numpy and torch meet here as strangers."""
 
     __slots__ = ("data", "dtype", "shape")
 
@@ -76,7 +76,7 @@ class Codec(Generic[MessageT]):
     def __init__(self, message_type: object) -> None:
         self._encoder = msgspec.msgpack.Encoder()
         self._header = msgspec.msgpack.Decoder(_Header)
-        self._body: msgspec.msgpack.Decoder[MessageT] = msgspec.msgpack.Decoder(message_type)  # type: ignore[arg-type]
+        self._body: msgspec.msgpack.Decoder[MessageT] = msgspec.msgpack.Decoder(message_type)
 
     def encode(self, message: object, tensors: Sequence[TensorFrame] = ()) -> list[Buffer]:
         """Message and tensors to frames. The tensor frames alias the caller's memory: keep it unchanged until sent."""

@@ -1,0 +1,361 @@
+"""The caller's side of the encoder stage: route by key, send, one retry on another replica; and reading embeddings.
+
+Loads no torch: `ArenaReader.tensor` imports it when it is called, everything else works on buffers.
+"""
+
+import asyncio
+import contextlib
+import logging
+import mmap
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import zmq.asyncio
+from numpy.typing import NDArray
+
+from encoder.cache.arena import attach, checksum
+from encoder.errors import (
+    EmbeddingLost,
+    EncodeDeadline,
+    EncoderBusy,
+    EncoderError,
+    EncoderUnavailable,
+    KeyMismatch,
+    ReplicaLost,
+)
+from encoder.links import Link, LinkDown, ZmqLink
+from encoder.ring import Ring
+from encoder.types import (
+    CancelEncode,
+    EmbeddingRef,
+    EncodeFailure,
+    EncodeReply,
+    EncodeRequest,
+    EncoderInfo,
+    Ping,
+    ReleaseLeases,
+)
+from encoder.wire import TensorFrame
+from preprocess import errors as media_errors
+from preprocess.types import MediaKey, MediaOptions, Modality
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+# Another replica may do better where one failed like this; any other failure is the medium's own.
+RETRYABLE = (ReplicaLost, EncoderBusy, EncoderUnavailable, KeyMismatch)
+# The server answers at the deadline; this much later the client stops believing that it will.
+REPLY_GRACE_S = 0.5
+_Answer = tuple[EncodeReply, Sequence[TensorFrame]]
+
+
+def _error_classes() -> dict[str, type[EncoderError] | type[media_errors.MediaError]]:
+    bases: list[type[Any]] = [EncoderError, media_errors.MediaError]
+    found: dict[str, type[Any]] = {}
+    for base in bases:
+        found |= {kind.code: kind for kind in (base, *base.__subclasses__())}
+    return found
+
+
+def error_of(failure: EncodeFailure) -> EncoderError | media_errors.MediaError:
+    """The exception a failure stands for, of the class that raised it on the encoder."""
+    kind = _error_classes().get(failure.code, EncoderError)
+    if issubclass(kind, EncoderError):
+        return kind(failure.message, retry_after_s=failure.retry_after_s)
+    return kind(failure.message)
+
+
+class _ReplicaState:
+    """One replica as the client sees it: its link, what it owes, and whether it can be used."""
+
+    def __init__(self, link: Link, on_change: Callable[[], None], clock: Callable[[], float]) -> None:
+        self.link = link
+        self.owed: dict[str, asyncio.Future[_Answer]] = {}
+        self.info: EncoderInfo | None = None
+        self.heard_s = clock()
+        self._on_change = on_change
+        self._clock = clock
+        self._sequence = 0
+        link.on_change = self._link_changed
+
+    @property
+    def is_up(self) -> bool:
+        return self.link.connected and self.info is not None and self.info.ready
+
+    def ping(self) -> None:
+        self._sequence += 1
+        with contextlib.suppress(LinkDown):
+            self.link.send(Ping(sequence=self._sequence))
+
+    def lose(self, reason: str) -> None:
+        """Forget the replica's state and end everything it owes."""
+        self.info = None
+        owed, self.owed = self.owed, {}
+        for future in owed.values():
+            if not future.done():
+                future.set_exception(ReplicaLost(f"encoder {self.link.name} {reason}"))
+        self._on_change()
+
+    def release(self, lease_ids: tuple[str, ...]) -> None:
+        """End leases. With the replica gone its leases are, too."""
+        with contextlib.suppress(LinkDown):
+            self.link.send(ReleaseLeases(lease_ids=lease_ids))
+
+    async def follow(self) -> None:
+        """Take in messages until cancelled."""
+        while True:
+            message, tensors = await self.link.receive()
+            self.heard_s = self._clock()
+            match message:
+                case EncoderInfo():
+                    self._learn(message)
+                case EncodeReply() | EncodeFailure():
+                    self._settle(message, tensors)
+
+    def _learn(self, info: EncoderInfo) -> None:
+        if self.info is not None and self.info.incarnation != info.incarnation:
+            self.lose("was restarted")
+        self.info = info
+        self._on_change()
+
+    def _settle(self, message: EncodeReply | EncodeFailure, tensors: Sequence[TensorFrame]) -> None:
+        future = self.owed.pop(message.request_id, None)
+        if future is None or future.done():
+            if isinstance(message, EncodeReply):
+                # Nobody waits any more, so nobody else would release it.
+                self.release((message.ref.lease_id,))
+        elif isinstance(message, EncodeReply):
+            future.set_result((message, tensors))
+        else:
+            future.set_exception(error_of(message))
+
+    def _link_changed(self) -> None:
+        self.heard_s = self._clock()
+        if self.link.connected:
+            self.ping()
+        else:
+            self.lose("closed the connection")
+
+
+class EncoderClient:
+    """Sends media to the replica that owns their key. Use as `async with`; all methods on one loop."""
+
+    def __init__(
+        self,
+        links: Sequence[Link],
+        *,
+        ping_period_s: float = 1.0,
+        silence_timeout_s: float = 15.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """A replica that answers no ping for `silence_timeout_s` is taken for wedged until it speaks again."""
+        self._context: zmq.asyncio.Context | None = None
+        self._ping_period_s = ping_period_s
+        self._silence_timeout_s = silence_timeout_s
+        self._clock = clock
+        self._changed = asyncio.Event()
+        self._replicas = {link.name: _ReplicaState(link, self._wake, clock) for link in links}
+        self._ring = Ring([link.name for link in links])
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    def connect(cls, addresses: Sequence[str]) -> "EncoderClient":
+        """A client of replicas at ZMQ addresses."""
+        context = zmq.asyncio.Context()
+        client = cls([ZmqLink(address, context) for address in addresses])
+        client._context = context
+        return client
+
+    async def __aenter__(self) -> "EncoderClient":
+        self.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    def start(self) -> None:
+        """Open the links, inside a running loop."""
+        for replica in self._replicas.values():
+            replica.link.open()
+            self._tasks.append(asyncio.create_task(replica.follow()))
+        self._tasks.append(asyncio.create_task(self._ping()))
+
+    async def close(self) -> None:
+        """End waiting calls with EncoderUnavailable's cause and close the links."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for replica in self._replicas.values():
+            replica.link.on_change = None
+            replica.link.close()
+            replica.lose("is no longer used: the client was closed")
+        if self._context is not None:
+            self._context.destroy(linger=0)
+
+    async def info(self, timeout_s: float = 60.0) -> EncoderInfo:
+        """Identity of a replica that is up (all run the same weights). Raises EncoderUnavailable after `timeout_s`."""
+        await self._wait_until_up(self._clock() + timeout_s)
+        return next(r.info for r in self._replicas.values() if r.is_up and r.info is not None)
+
+    def infos(self) -> dict[str, EncoderInfo | None]:
+        """The last word of every replica by address; None for those that are not up."""
+        return {name: replica.info if replica.is_up else None for name, replica in self._replicas.items()}
+
+    async def encode(
+        self, content: bytes, modality: Modality, options: MediaOptions, key: MediaKey, deadline_unix_s: float
+    ) -> EncodeReply:
+        """Rows of one medium, leased until the deadline or `release`.
+
+        Raises what the encoder raised (MediaError, EncoderError), EncodeDeadline, or EncoderUnavailable after the
+        retry.
+        """
+        reply, _ = await self._encode(content, modality, options, key, deadline_unix_s, inline=False)
+        return reply
+
+    async def encode_inline(
+        self, content: bytes, modality: Modality, options: MediaOptions, key: MediaKey, deadline_unix_s: float
+    ) -> tuple[EncodeReply, TensorFrame]:
+        """`encode` with the rows themselves, for a caller that cannot map the arena."""
+        reply, tensors = await self._encode(content, modality, options, key, deadline_unix_s, inline=True)
+        return reply, tensors[0]
+
+    def release(self, ref: EmbeddingRef) -> None:
+        """End the lease of a reference; harmless when it has ended."""
+        incarnation = ref.lease_id.partition(":")[0]
+        for replica in self._replicas.values():
+            if replica.info is not None and replica.info.incarnation == incarnation:
+                replica.release((ref.lease_id,))
+
+    async def _encode(
+        self,
+        content: bytes,
+        modality: Modality,
+        options: MediaOptions,
+        key: MediaKey,
+        deadline_unix_s: float,
+        *,
+        inline: bool,
+    ) -> _Answer:
+        failed: set[str] = set()
+        last_error: EncoderError | None = None
+        for _ in range(2):
+            replica = await self._pick(key, failed, last_error, deadline_unix_s)
+            # An id of its own per attempt: a late reply to the first never meets the second.
+            request = EncodeRequest(
+                request_id=uuid.uuid4().hex,
+                key=key,
+                modality=modality,
+                options=options,
+                deadline_unix_s=deadline_unix_s,
+                inline=inline,
+            )
+            try:
+                return await self._ask(replica, request, content)
+            except RETRYABLE as error:
+                logger.info("encoder %s did not serve %s: %s", replica.link.name, key, error)
+                failed.add(replica.link.name)
+                last_error = error
+        assert last_error is not None
+        raise last_error
+
+    async def _pick(
+        self, key: MediaKey, failed: set[str], last_error: EncoderError | None, deadline_unix_s: float
+    ) -> _ReplicaState:
+        """The replica to try. After a failure another one; the same one only if it was lost and no other is up."""
+        while True:
+            loads = {name: len(replica.owed) for name, replica in self._replicas.items() if replica.is_up}
+            name = self._ring.choose(key, loads, frozenset(failed))
+            if name is None and isinstance(last_error, ReplicaLost):
+                name = self._ring.choose(key, loads)
+            if name is not None:
+                return self._replicas[name]
+            if last_error is not None and not isinstance(last_error, ReplicaLost):
+                raise last_error
+            await self._wait_until_up(deadline_unix_s)
+
+    async def _ask(self, replica: _ReplicaState, request: EncodeRequest, content: bytes) -> _Answer:
+        future: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
+        replica.owed[request.request_id] = future
+        try:
+            replica.link.send(request, [TensorFrame.of_bytes(content)])
+            timeout_s = max(0.0, request.deadline_unix_s - self._clock()) + REPLY_GRACE_S
+            return await asyncio.wait_for(future, timeout_s)
+        except LinkDown as error:
+            raise ReplicaLost(str(error)) from error
+        except TimeoutError as error:
+            raise EncodeDeadline("the encoder did not answer before the deadline") from error
+        finally:
+            if replica.owed.pop(request.request_id, None) is not None:
+                with contextlib.suppress(LinkDown):
+                    replica.link.send(CancelEncode(request_id=request.request_id))
+
+    async def _wait_until_up(self, deadline_unix_s: float) -> None:
+        while not any(replica.is_up for replica in self._replicas.values()):
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), max(0.0, deadline_unix_s - self._clock()))
+            except TimeoutError as error:
+                raise EncoderUnavailable("no encoder is up", retry_after_s=1.0) from error
+
+    def _wake(self) -> None:
+        self._changed.set()
+
+    async def _ping(self) -> None:
+        while True:
+            await asyncio.sleep(self._ping_period_s)
+            for replica in self._replicas.values():
+                replica.ping()
+                if replica.is_up and self._clock() - replica.heard_s > self._silence_timeout_s:
+                    replica.lose(f"has been silent for {self._silence_timeout_s:g} s")
+
+
+class ArenaReader:
+    """Maps embeddings of encoders on this host by reference, without a copy.
+
+    What it returns aliases shared memory that the reference's lease keeps: use it before the lease is released.
+    """
+
+    def __init__(self, max_mapped: int = 16) -> None:
+        self._mapped: dict[str, mmap.mmap] = {}
+        self._max_mapped = max_mapped
+
+    def content(self, ref: EmbeddingRef) -> memoryview:
+        """The bytes of the rows, checksum verified. Raises EmbeddingLost."""
+        size_bytes = ref.num_rows * ref.width * (2 if ref.dtype in ("bfloat16", "float16") else 4)
+        segment = self._segment(ref.arena)
+        if ref.offset_bytes < 0 or ref.offset_bytes + size_bytes > len(segment):
+            raise EmbeddingLost(f"{ref.key} lies outside the arena {ref.arena}")
+        content = memoryview(segment)[ref.offset_bytes : ref.offset_bytes + size_bytes]
+        if checksum(content) != ref.checksum:
+            raise EmbeddingLost(f"the bytes of {ref.key} are not the ones the reference names")
+        return content
+
+    def array(self, ref: EmbeddingRef) -> NDArray[Any]:
+        """`[num_rows, width]`; bfloat16, which numpy lacks, as the uint16 of its bits. Raises EmbeddingLost."""
+        dtype = np.dtype("uint16" if ref.dtype == "bfloat16" else ref.dtype)
+        return np.frombuffer(self.content(ref), dtype=dtype).reshape(ref.num_rows, ref.width)
+
+    def tensor(self, ref: EmbeddingRef) -> "torch.Tensor":
+        """`[num_rows, width]` on the CPU in the reference's dtype. Raises EmbeddingLost."""
+        import torch
+
+        content = self.content(ref)
+        return torch.frombuffer(content, dtype=getattr(torch, ref.dtype)).view(ref.num_rows, ref.width)
+
+    def _segment(self, name: str) -> mmap.mmap:
+        found = self._mapped.pop(name, None)
+        if found is None:
+            try:
+                found = attach(name)
+            except (OSError, ValueError) as error:
+                raise EmbeddingLost(f"the arena {name} is gone: its encoder has stopped") from error
+        # Young end last; a mapping that falls out stays valid for who still holds a view into it.
+        self._mapped[name] = found
+        while len(self._mapped) > self._max_mapped:
+            del self._mapped[next(iter(self._mapped))]
+        return found

@@ -1,0 +1,267 @@
+"""How messages reach an encoder: over ZMQ (ROUTER and DEALER) or, in one process, straight into `EncoderServer.handle`.
+
+`Link` is the client's side of one replica. It never blocks on a peer that is gone: `send` queues or raises LinkDown,
+and what was queued when the connection broke is dropped, so that a restarted encoder never sees requests of before.
+"""
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from encoder.errors import WireError
+from encoder.types import FromEncoder, ToEncoder
+from encoder.wire import Buffer, Codec, TensorFrame
+
+logger = logging.getLogger(__name__)
+
+Received = tuple[FromEncoder, Sequence[TensorFrame]]
+# Messages, not bytes: a peer that leaves this many unread counts as gone.
+HIGH_WATER = 8192
+RECONNECT_MS = 20
+RECONNECT_MAX_MS = 1000
+HEARTBEAT_MS = 1000
+HEARTBEAT_TIMEOUT_MS = 4000
+
+
+class LinkDown(Exception):
+    """No connection to the replica."""
+
+
+class Link(Protocol):
+    """A client's connection to one replica. `on_change` is called on the loop whenever `connected` has changed."""
+
+    on_change: Callable[[], None] | None
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def connected(self) -> bool: ...
+
+    def open(self) -> None:
+        """Start to connect; inside a running loop."""
+        ...
+
+    def send(self, message: ToEncoder, tensors: Sequence[TensorFrame] = ()) -> None:
+        """Hand a message over without waiting. Raises LinkDown."""
+        ...
+
+    async def receive(self) -> Received:
+        """The next message of the replica."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Handler(Protocol):
+    """What a transport needs of an encoder server."""
+
+    def handle(
+        self,
+        message: ToEncoder,
+        tensors: Sequence[TensorFrame],
+        reply: Callable[[FromEncoder, Sequence[TensorFrame]], None],
+        *,
+        peer: str = "local",
+    ) -> None: ...
+
+    def disconnect(self, peer: str) -> None: ...
+
+
+class MemoryLink:
+    """A link to a server in the same process and on the same loop."""
+
+    def __init__(self, name: str, server: Handler) -> None:
+        self.on_change: Callable[[], None] | None = None
+        self._name = name
+        self._peer = f"memory-{uuid.uuid4().hex}"
+        self._server = server
+        self._replies: asyncio.Queue[Received] = asyncio.Queue()
+        self._is_open = False
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def connected(self) -> bool:
+        return self._is_open
+
+    def open(self) -> None:
+        self._is_open = True
+        if self.on_change is not None:
+            self.on_change()
+
+    def send(self, message: ToEncoder, tensors: Sequence[TensorFrame] = ()) -> None:
+        if not self._is_open:
+            raise LinkDown(f"the link to {self._name} is closed")
+        self._server.handle(message, tensors, self._reply, peer=self._peer)
+
+    async def receive(self) -> Received:
+        return await self._replies.get()
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._server.disconnect(self._peer)
+
+    def _reply(self, message: FromEncoder, tensors: Sequence[TensorFrame]) -> None:
+        self._replies.put_nowait((message, tensors))
+
+
+class ZmqLink:
+    """A DEALER to one replica, with a socket monitor that reports a broken connection within milliseconds."""
+
+    def __init__(self, address: str, context: zmq.asyncio.Context) -> None:
+        self.on_change: Callable[[], None] | None = None
+        self._address = address
+        self._context = context
+        self._socket: zmq.asyncio.Socket | None = None
+        self._monitor: zmq.asyncio.Socket | None = None
+        self._connected = False
+        self._outbox: asyncio.Queue[list[Buffer]] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._codec: Codec[FromEncoder] = Codec(FromEncoder)
+
+    @property
+    def name(self) -> str:
+        return self._address
+
+    @property
+    def connected(self) -> bool:
+        return self._connected
+
+    def open(self) -> None:
+        self._socket = self._context.socket(zmq.DEALER)
+        _harden(self._socket)
+        # Nothing is queued for a process that is not there, and what was queued for it dies with it.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.ROUTING_ID, b"e" + uuid.uuid4().bytes)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._tasks = [asyncio.create_task(self._follow(self._monitor)), asyncio.create_task(self._write(self._socket))]
+        self._socket.connect(self._address)
+
+    def send(self, message: ToEncoder, tensors: Sequence[TensorFrame] = ()) -> None:
+        if not self._connected:
+            raise LinkDown(f"no connection to the encoder at {self._address}")
+        self._outbox.put_nowait(self._codec.encode(message, tensors))
+
+    async def receive(self) -> Received:
+        if self._socket is None:
+            raise LinkDown(f"the link to {self._address} was not opened")
+        while True:
+            frames = await self._socket.recv_multipart()
+            try:
+                return self._codec.decode(frames)
+            except WireError as error:
+                logger.warning("dropped a malformed message of the encoder at %s: %s", self._address, error)
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._connected = False
+        if self._socket is not None:
+            self._socket.disable_monitor()
+            self._socket.close(0)
+            self._socket = None
+        if self._monitor is not None:
+            self._monitor.close(0)
+            self._monitor = None
+
+    async def _write(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            frames = await self._outbox.get()
+            if self._connected:
+                # A send that fails was meant for a connection that is breaking; the monitor tells everyone who waits.
+                with contextlib.suppress(zmq.ZMQError):
+                    await socket.send_multipart(frames)
+
+    async def _follow(self, monitor: zmq.asyncio.Socket) -> None:
+        while True:
+            event = parse_monitor_message(await monitor.recv_multipart())["event"]
+            connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if connected == self._connected:
+                continue
+            self._connected = connected
+            while not connected and not self._outbox.empty():
+                self._outbox.get_nowait()
+            if self.on_change is not None:
+                self.on_change()
+
+
+class ZmqEndpoint:
+    """An encoder's ROUTER: decodes messages for the server and sends its replies. Binds at once or raises ZMQError."""
+
+    def __init__(self, address: str, server: Handler, context: zmq.asyncio.Context) -> None:
+        self._server = server
+        self._codec: Codec[ToEncoder] = Codec(ToEncoder)
+        self._outbox: asyncio.Queue[tuple[bytes, list[Buffer]]] = asyncio.Queue()
+        self._socket = context.socket(zmq.ROUTER)
+        _harden(self._socket)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._tasks: list[asyncio.Task[None]] = []
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError:
+            self._socket.close(0)
+            raise
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        """The address bound, with the port chosen for `tcp://host:*`."""
+
+    def start(self) -> None:
+        """Begin to read and write, inside a running loop."""
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
+
+    async def stop(self) -> None:
+        """Stop reading, send what is queued, close."""
+        if self._tasks:
+            self._tasks[0].cancel()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._outbox.join(), 1.0)
+            self._tasks[1].cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        # What was handed to ZMQ gets a moment to leave the process.
+        self._socket.close(200)
+
+    async def _read(self) -> None:
+        while True:
+            identity, *frames = await self._socket.recv_multipart()
+            try:
+                message, tensors = self._codec.decode(frames)
+            except WireError as error:
+                logger.warning("dropped a malformed message of peer %s: %s", identity.hex(), error)
+                continue
+            self._server.handle(message, tensors, self._replier(identity), peer=identity.hex())
+
+    def _replier(self, identity: bytes) -> Callable[[FromEncoder, Sequence[TensorFrame]], None]:
+        return lambda message, tensors: self._outbox.put_nowait((identity, self._codec.encode(message, tensors)))
+
+    async def _write(self) -> None:
+        while True:
+            identity, frames = await self._outbox.get()
+            try:
+                await self._socket.send_multipart([identity, *frames])
+            except zmq.ZMQError as error:
+                # EHOSTUNREACH: the peer is gone, and with it everyone who could release its leases.
+                logger.info("peer %s cannot be reached (%s)", identity.hex(), error)
+                self._server.disconnect(identity.hex())
+            finally:
+                self._outbox.task_done()
+
+
+def _harden(socket: zmq.asyncio.Socket) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)

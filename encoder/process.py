@@ -1,0 +1,83 @@
+"""One encoder replica: put the parts together, serve until a signal, take them apart again."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvloop
+import zmq.asyncio
+
+from encoder.cache.arena import SHM_DIR, Arena
+from encoder.cache.index import CacheIndex
+from encoder.cache.store import EmbeddingStore
+from encoder.config import EncoderConfig
+from encoder.fingerprint import checkpoint_fingerprint
+from encoder.links import ZmqEndpoint
+from encoder.runner import TowerRunner
+from encoder.server import EncoderServer, Replica
+from preprocess.config import ProcessorConfig
+from preprocess.pool import DecodePool
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def open_server(config: EncoderConfig, *, model_dir: Path, name: str, arena: str) -> Iterator[EncoderServer]:
+    """An encoder server with everything it needs; the caller starts and stops it on its loop.
+
+    The arena's name gets the incarnation as a suffix, so that a reader never takes a new process's segment for the old
+    one; segments that dead processes left under `arena` are removed. Raises CheckpointError, ArenaUnavailable.
+    """
+    incarnation = uuid.uuid4().hex[:12]
+    processor = ProcessorConfig.from_hf(json.loads((model_dir / "config.json").read_text()))
+    replica = Replica(name=name, incarnation=incarnation, fingerprint=checkpoint_fingerprint(model_dir))
+    for stale in SHM_DIR.glob(f"{arena}.*"):
+        stale.unlink(missing_ok=True)
+    runner = TowerRunner.load(model_dir, config)
+    segment = Arena(f"{arena}.{incarnation}", size_bytes=config.arena_bytes, page_bytes=config.page_bytes)
+    store = EmbeddingStore(
+        segment, CacheIndex(incarnation), width=runner.width, dtype=runner.dtype, row_bytes=runner.row_bytes
+    )
+    pool = DecodePool(config.decode_threads)
+    try:
+        yield EncoderServer(config, replica=replica, runner=runner, store=store, pool=pool, processor=processor)
+    finally:
+        pool.close()
+        runner.close()
+        store.close()
+
+
+async def serve(server: EncoderServer, address: str, stop: asyncio.Event) -> None:
+    """Serve over ZMQ until `stop` is set, then drain."""
+    context = zmq.asyncio.Context()
+    try:
+        endpoint = ZmqEndpoint(address, server, context)
+        server.start()
+        endpoint.start()
+        logger.info("encoder serves on %s", endpoint.address)
+        await stop.wait()
+        await server.stop()
+        await endpoint.stop()
+    finally:
+        context.destroy(linger=200)
+
+
+def run_encoder(config: EncoderConfig, *, model_dir: Path, name: str, address: str, arena: str) -> None:
+    """Run a replica in this process until SIGTERM or SIGINT."""
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(NotImplementedError):
+                loop.add_signal_handler(signal_number, stop.set)
+        with open_server(config, model_dir=model_dir, name=name, arena=arena) as server:
+            await serve(server, address, stop)
+
+    uvloop.run(main())

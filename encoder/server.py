@@ -1,0 +1,407 @@
+"""The encoder: receive -> admit -> batch -> run -> publish -> reply.
+
+    request --admit--> cached? --yes--> lease, reply
+                          | no
+                       same key in flight? --yes--> wait with the others
+                          | no
+                       flight: prepare (decode threads) -> reserve -> batcher -> tower thread -> publish -> reply to all
+
+Everything here runs on one event loop and never waits on it; decoding and towers have threads of their own. Every
+admitted request gets exactly one reply. Messages come from any transport: `handle` takes the message, its tensors and a
+function that sends the reply.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from encoder.batcher import Batch, Batcher, Lane, LaneBudget
+from encoder.cache.store import EmbeddingStore
+from encoder.config import EncoderConfig
+from encoder.errors import (
+    DuplicateRequest,
+    EncodeCancelled,
+    EncodeDeadline,
+    EncoderBusy,
+    EncoderError,
+    EncoderUnavailable,
+    KeyMismatch,
+    TowerFailed,
+    WireError,
+)
+from encoder.runner import TowerJob, TowerRunner
+from encoder.types import (
+    CancelEncode,
+    EncodeFailure,
+    EncodeReply,
+    EncodeRequest,
+    EncoderInfo,
+    FromEncoder,
+    Ping,
+    ReleaseLeases,
+    StageTimings,
+    ToEncoder,
+)
+from encoder.wire import TensorFrame
+from preprocess.config import ProcessorConfig
+from preprocess.errors import MediaError, MediaUnsupported
+from preprocess.keys import media_key
+from preprocess.pool import DecodePool
+from preprocess.types import MediaKey, PreparedMedia
+
+logger = logging.getLogger(__name__)
+
+Reply = Callable[[FromEncoder, Sequence[TensorFrame]], None]
+HOUSEKEEPING_PERIOD_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """Who this encoder is: its name, this start of the process, and the weights it runs."""
+
+    name: str
+    incarnation: str
+    fingerprint: str
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """One admitted request. It leaves `EncoderServer._waiters` when its single reply is sent."""
+
+    request: EncodeRequest
+    peer: str
+    reply: Reply
+    admitted_s: float
+    timer: asyncio.TimerHandle | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """The one computation of a key that is not cached, and everyone who waits for it."""
+
+    key: MediaKey
+    waiters: list[_Waiter] = field(default_factory=list)
+    task: "asyncio.Task[None] | None" = None
+    in_tower: bool = False
+    prepare_s: float = 0.0
+    batch_wait_s: float = 0.0
+    tower_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Queued:
+    """A flight's job on its way through batcher and tower."""
+
+    flight: _Flight
+    job: TowerJob
+    since_s: float
+    done: "asyncio.Future[int | TowerFailed]"
+
+
+class EncoderServer:
+    """One replica. `start` it inside a running loop, `stop` it to drain; runner, store and pool stay the caller's."""
+
+    def __init__(
+        self,
+        config: EncoderConfig,
+        *,
+        replica: Replica,
+        runner: TowerRunner,
+        store: EmbeddingStore,
+        pool: DecodePool,
+        processor: ProcessorConfig,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`clock` gives Unix seconds, the time base of deadlines."""
+        self._config = config
+        self._replica = replica
+        self._runner = runner
+        self._store = store
+        self._pool = pool
+        self._processor = processor
+        self._clock = clock
+        self._batcher: Batcher[_Queued] = Batcher(
+            {
+                Lane.VISION: LaneBudget(config.max_batch_patches, config.max_batch_jobs, config.max_batch_wait_s),
+                Lane.AUDIO: LaneBudget(config.max_batch_mel_frames, config.max_batch_jobs, config.max_batch_wait_s),
+            }
+        )
+        self._work = asyncio.Event()
+        self._waiters: dict[tuple[str, str], _Waiter] = {}
+        self._flights: dict[MediaKey, _Flight] = {}
+        self._flying: set[asyncio.Task[None]] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._draining = False
+        self._counters: Counter[str] = Counter()
+        self._seconds = {"prepare_s": 0.0, "tower_s": 0.0}
+
+    def start(self) -> None:
+        """Begin to run batches and to reclaim expired leases."""
+        self._tasks = [asyncio.create_task(self._run_batches()), asyncio.create_task(self._keep_house())]
+
+    async def stop(self, drain_s: float = 10.0) -> None:
+        """Refuse new requests, give those in flight `drain_s`, end the rest with an error, check the books."""
+        self._draining = True
+        if self._flying:
+            await asyncio.wait(self._flying, timeout=drain_s)
+        for waiter in list(self._waiters.values()):
+            self._fail(waiter, EncoderUnavailable("the encoder is shutting down"))
+        # Who is in the tower finishes there: its memory must not be given away under it.
+        if self._flying:
+            await asyncio.wait(self._flying)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._store.check()
+
+    def handle(self, message: ToEncoder, tensors: Sequence[TensorFrame], reply: Reply, *, peer: str = "local") -> None:
+        """Take one message. Returns at once; `reply` is called later on the same loop, or now for a cached key."""
+        match message:
+            case EncodeRequest():
+                self._receive(message, tensors, reply, peer)
+            case CancelEncode():
+                waiter = self._waiters.get((peer, message.request_id))
+                if waiter is not None:
+                    self._counters["cancelled"] += 1
+                    self._fail(waiter, EncodeCancelled("the request was cancelled"))
+            case ReleaseLeases():
+                for lease_id in message.lease_ids:
+                    self._store.release(lease_id)
+            case Ping():
+                reply(self.info(message.sequence), ())
+
+    def info(self, sequence: int = 0) -> EncoderInfo:
+        """Identity, load and counters."""
+        usage = self._store.usage()
+        return EncoderInfo(
+            sequence=sequence,
+            replica=self._replica.name,
+            incarnation=self._replica.incarnation,
+            fingerprint=self._replica.fingerprint,
+            width=self._runner.width,
+            dtype=self._runner.dtype,
+            modalities=self._runner.modalities,
+            num_pending=len(self._waiters),
+            num_cached=len(self._store),
+            cached_bytes=usage.evictable_bytes + usage.leased_bytes,
+            capacity_bytes=usage.capacity_bytes,
+            leased_bytes=usage.leased_bytes,
+            ready=not self._draining,
+            counters={**self._counters, **self._seconds},
+        )
+
+    def disconnect(self, peer: str) -> None:
+        """A transport found that a peer is gone: end its requests and leases now instead of at their deadlines."""
+        for waiter in [waiter for (owner, _), waiter in self._waiters.items() if owner == peer]:
+            self._fail(waiter, EncodeCancelled("the peer is gone"))
+        self._counters["leases_reclaimed"] += self._store.release_owner(peer)
+
+    def _receive(self, request: EncodeRequest, tensors: Sequence[TensorFrame], reply: Reply, peer: str) -> None:
+        self._counters["requests"] += 1
+        waiter = _Waiter(request, peer, reply, self._clock())
+        try:
+            if (peer, request.request_id) in self._waiters:
+                raise DuplicateRequest(f"request {request.request_id} is already in flight")
+            if self._store.lookup(request.key) is not None:
+                self._counters["hits"] += 1
+                self._answer(waiter, cached=True, timings=StageTimings())
+                return
+            self._admit(waiter, tensors)
+        except (EncoderError, MediaError) as error:
+            self._counters["refused"] += 1
+            reply(_failure(request.request_id, error), ())
+
+    def _admit(self, waiter: _Waiter, tensors: Sequence[TensorFrame]) -> None:
+        """Join or open a flight. Raises the EncoderError or MediaError with which the request is refused."""
+        request = waiter.request
+        if self._draining:
+            raise EncoderUnavailable("the encoder is shutting down")
+        if waiter.admitted_s >= request.deadline_unix_s:
+            raise EncodeDeadline("the deadline had passed on arrival")
+        if len(self._waiters) >= self._config.max_pending:
+            limit = f"{self._config.max_pending} requests are in flight"
+            raise EncoderBusy(limit, retry_after_s=self._config.retry_after_s)
+        flight = self._flights.get(request.key)
+        if flight is None:
+            content = self._verified_content(request, tensors)
+            flight = _Flight(request.key)
+            flight.task = asyncio.create_task(self._fly(flight, request, content))
+            self._flying.add(flight.task)
+            flight.task.add_done_callback(self._flying.discard)
+            self._flights[request.key] = flight
+        else:
+            self._counters["joined"] += 1
+        flight.waiters.append(waiter)
+        self._waiters[waiter.peer, request.request_id] = waiter
+        delay_s = request.deadline_unix_s - waiter.admitted_s
+        waiter.timer = asyncio.get_running_loop().call_later(delay_s, self._expire, waiter)
+
+    def _verified_content(self, request: EncodeRequest, tensors: Sequence[TensorFrame]) -> bytes:
+        if request.modality not in self._runner.modalities:
+            raise MediaUnsupported(f"this model has no tower for {request.modality}")
+        if len(tensors) != 1 or tensors[0].dtype != "uint8":
+            raise WireError("an encode request carries its content as one uint8 frame")
+        content = bytes(tensors[0].data)
+        expected = media_key(
+            content,
+            modality=request.modality,
+            options=request.options,
+            processor=self._processor,
+            tower_fingerprint=self._replica.fingerprint,
+        )
+        if expected != request.key:
+            # The key decides what others get from the cache: it is never taken on trust.
+            raise KeyMismatch(f"key {request.key} was given, this encoder computes {expected}")
+        return content
+
+    async def _fly(self, flight: _Flight, request: EncodeRequest, content: bytes) -> None:
+        """Compute one key and reply to its waiters; cancelled when the last of them leaves before the tower runs."""
+        started_s = self._clock()
+        try:
+            prepared = await self._pool.prepare(
+                content,
+                modality=request.modality,
+                options=request.options,
+                config=self._processor,
+                key=request.key,
+                timeout_s=max(0.001, request.deadline_unix_s - started_s),
+            )
+            flight.prepare_s = self._clock() - started_s
+            await self._encode(flight, prepared)
+        except (EncoderError, MediaError) as error:
+            self._end_flight(flight, error)
+        except Exception:  # outermost loop of a job: it must not end in silence
+            logger.exception("encoding %s failed", flight.key)
+            self._end_flight(flight, EncoderError("internal error while encoding this medium"))
+        else:
+            self._end_flight(flight, None)
+        finally:
+            if self._flights.get(flight.key) is flight:
+                del self._flights[flight.key]
+
+    async def _encode(self, flight: _Flight, prepared: PreparedMedia) -> None:
+        """Reserve, wait for the tower, publish. Room that was not published is given back whatever happens."""
+        self._store.expire(self._clock())
+        reservation = self._store.reserve(flight.key, prepared.layout.num_rows)
+        job, now_s = TowerJob(prepared, reservation.destination), self._clock()
+        queued = _Queued(flight, job, now_s, asyncio.get_running_loop().create_future())
+        published = False
+        try:
+            self._batcher.add(queued, lane=job.lane, cost=job.cost, now_s=now_s)
+            self._work.set()
+            outcome = await queued.done
+            if isinstance(outcome, TowerFailed):
+                raise outcome
+            self._store.publish(reservation, layout=prepared.layout, checksum=outcome, warnings=prepared.warnings)
+            published = True
+        finally:
+            self._batcher.discard(queued)
+            if not published:
+                self._store.abandon(reservation)
+
+    async def _run_batches(self) -> None:
+        while True:
+            now_s = self._clock()
+            batch = self._batcher.pop(now_s)
+            if batch is None:
+                due_s = self._batcher.next_due_s(now_s)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._work.wait(), None if due_s is None else due_s - now_s)
+                self._work.clear()
+                continue
+            await self._run_batch(batch, now_s)
+
+    async def _run_batch(self, batch: Batch[_Queued], now_s: float) -> None:
+        for queued in batch.jobs:
+            queued.flight.in_tower = True
+            queued.flight.batch_wait_s = now_s - queued.since_s
+        outcomes = await self._runner.run([queued.job for queued in batch.jobs])
+        tower_s = self._clock() - now_s
+        self._counters["batches"] += 1
+        self._counters["batch_jobs"] += len(batch.jobs)
+        self._seconds["tower_s"] += tower_s
+        for queued, outcome in zip(batch.jobs, outcomes, strict=True):
+            queued.flight.tower_s = tower_s
+            queued.done.set_result(outcome)
+
+    def _end_flight(self, flight: _Flight, error: EncoderError | MediaError | None) -> None:
+        self._counters["encoded" if error is None else "failed"] += 1
+        self._seconds["prepare_s"] += flight.prepare_s
+        timings = StageTimings(prepare_s=flight.prepare_s, batch_wait_s=flight.batch_wait_s, tower_s=flight.tower_s)
+        for waiter in list(flight.waiters):
+            if error is None:
+                self._answer(waiter, cached=False, timings=timings)
+            else:
+                self._fail(waiter, error)
+
+    def _answer(self, waiter: _Waiter, *, cached: bool, timings: StageTimings) -> None:
+        """Reply with a leased reference."""
+        self._forget(waiter)
+        request, now_s = waiter.request, self._clock()
+        entry = self._store.lookup(request.key)
+        assert entry is not None, "answered keys are published"
+        expires_s = min(request.deadline_unix_s, now_s + self._config.max_lease_s)
+        ref = self._store.lease(request.key, owner=waiter.peer, expires_s=expires_s)
+        tensors: tuple[TensorFrame, ...] = ()
+        if request.inline:
+            rows = self._store.content(request.key)
+            tensors = (TensorFrame(ref.dtype, (ref.num_rows, ref.width), rows),)
+        elapsed_s = now_s - waiter.admitted_s
+        spent_s = timings.prepare_s + timings.batch_wait_s + timings.tower_s
+        reply = EncodeReply(
+            request_id=request.request_id,
+            key=request.key,
+            layout=entry.layout,
+            ref=ref,
+            cached=cached,
+            timings=StageTimings(
+                queue_s=max(0.0, elapsed_s - spent_s),
+                prepare_s=timings.prepare_s,
+                batch_wait_s=timings.batch_wait_s,
+                tower_s=timings.tower_s,
+            ),
+            warnings=entry.warnings,
+        )
+        waiter.reply(reply, tensors)
+
+    def _fail(self, waiter: _Waiter, error: EncoderError | MediaError) -> None:
+        self._forget(waiter)
+        waiter.reply(_failure(waiter.request.request_id, error), ())
+
+    def _expire(self, waiter: _Waiter) -> None:
+        self._counters["deadlines"] += 1
+        self._fail(waiter, EncodeDeadline("the deadline passed before the embedding was ready"))
+
+    def _forget(self, waiter: _Waiter) -> None:
+        """The waiter is about to get its reply. A flight nobody waits for any more stops, unless it is in the tower."""
+        if waiter.timer is not None:
+            waiter.timer.cancel()
+        self._waiters.pop((waiter.peer, waiter.request.request_id), None)
+        flight = self._flights.get(waiter.request.key)
+        if flight is None or waiter not in flight.waiters:
+            return
+        flight.waiters.remove(waiter)
+        abandoned = not flight.waiters and not flight.in_tower
+        if abandoned and flight.task is not None and flight.task is not asyncio.current_task():
+            del self._flights[flight.key]
+            flight.task.cancel()
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_PERIOD_S)
+            self._counters["leases_reclaimed"] += self._store.expire(self._clock())
+
+
+def _failure(request_id: str, error: EncoderError | MediaError) -> EncodeFailure:
+    retry_after_s = error.retry_after_s if isinstance(error, EncoderError) else None
+    return EncodeFailure(
+        request_id=request_id,
+        code=error.code,
+        message=error.message,
+        status=error.status,
+        retry_after_s=retry_after_s,
+    )
