@@ -255,7 +255,7 @@ class RadixTree:
             stack += node.children.values()
         if reached != len(self.nodes) or protected != self.num_protected_pages:
             raise PageStateError(
-                f"{reached} of {len(self.nodes)} nodes reached; {protected} protected, {self.num_protected_pages} booked"
+                f"{reached} of {len(self.nodes)} nodes reached, {protected} pages locked of {self.num_protected_pages}"
             )
 
     def _new_node(self, parent: Node | None, start: int) -> Node:

@@ -33,7 +33,7 @@ class RetentionPolicy:
             raise ValueError("tail_pages and release_interval_tokens must be at least 1")
 
     def stride_anchors(self, start_page: int, stop_page: int, page_size: int) -> Iterator[int]:
-        """Boundaries b, in pages, with start_page < b <= stop_page, that the stride (rounded down to pages) asks for."""
+        """Boundaries b, in pages, with start_page < b <= stop_page, that the stride, in whole pages, asks for."""
         if self.retention_stride_tokens == 0:
             return
         stride = max(1, self.retention_stride_tokens // page_size)

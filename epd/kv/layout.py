@@ -87,7 +87,7 @@ class KvLayout:
         return self.window_bytes_per_token * self.page_size
 
     def sequence_bytes(self, num_tokens: int, *, window_tokens: int) -> int:
-        """KV bytes of one sequence, not rounded to pages: all tokens in full layers, `window_tokens` in window layers."""
+        """KV bytes of one sequence, not rounded to pages; window layers hold at most `window_tokens` of it."""
         window = min(num_tokens, window_tokens)
         return num_tokens * self.full_bytes_per_token + window * self.window_bytes_per_token
 
@@ -140,9 +140,9 @@ def plan_pools(
     floor_bytes = min_full * layout.full_page_bytes + min_window * layout.window_page_bytes
     if budget_bytes < floor_bytes:
         raise PoolTooSmall(
-            f"KV budget of {budget_bytes:,} bytes is below the {floor_bytes:,} that {max_running} running sequences "
-            f"of {expected_sequence_tokens:,} tokens need: {min_full} full pages of {layout.full_page_bytes:,} bytes and "
-            f"{min_window} window pages of {layout.window_page_bytes:,} bytes"
+            f"KV budget of {budget_bytes:,} bytes is below the {floor_bytes:,} that {max_running} sequences "
+            f"of {expected_sequence_tokens:,} tokens need: {min_full} full pages of {layout.full_page_bytes:,} bytes "
+            f"and {min_window} window pages of {layout.window_page_bytes:,} bytes"
         )
     kept_windows = 1 + (expected_sequence_tokens // retention_stride_tokens if retention_stride_tokens else 0)
     kept_pages = min(sequence_pages, kept_windows * window_pages + tail_pages) if window_pages else 0

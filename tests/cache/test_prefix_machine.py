@@ -248,7 +248,7 @@ class PrefixMachine(RuleBasedStateMachine):
             keys = self.keys(text)
             hit = self.cache.match(keys, len(text))
             assert hit.num_tokens == self.oracle.hit(keys, len(text))
-            no_window = {key: True for key in held}
+            no_window = dict.fromkeys(held, True)
             assert hit.num_full_only_tokens == brute_force_hit(
                 no_window, keys, len(text), page_size=self.page_size, window_tokens=0
             )

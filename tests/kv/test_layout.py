@@ -1,0 +1,122 @@
+"""Bytes per page against the published arithmetic, and the budget split."""
+
+from __future__ import annotations
+
+import pytest
+
+from epd.kernels.base import AttentionSpec
+from epd.kv.errors import PoolTooSmall
+from epd.kv.layout import KvLayout, plan_pools
+
+
+def layers(start: int, count: int, window_left: int | None, num_kv_heads: int) -> list[AttentionSpec]:
+    return [
+        AttentionSpec(
+            index=start + offset,
+            window_left=window_left,
+            num_heads=64,
+            num_kv_heads=num_kv_heads,
+            qk_dim=192,
+            v_dim=128,
+            scale=192**-0.5,
+        )
+        for offset in range(count)
+    ]
+
+
+def layout(
+    num_full: int, num_window: int, full_heads: int, *, dtype_bytes: int = 2, window_left: int = 127
+) -> KvLayout:
+    return KvLayout.from_specs(
+        layers(0, num_full, None, full_heads), layers(num_full, num_window, window_left, 8), 16, dtype_bytes
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "growing", "windowed", "constant", "at_128k", "at_1m"),
+    [
+        (layout(9, 39, 4), 23_040, 199_680, 25_559_040, 3_019_898_880, 24_159_191_040),
+        (layout(10, 60, 8), 51_200, 307_200, 39_321_600, 6_710_886_400, 53_687_091_200),
+        (layout(9, 39, 4, dtype_bytes=1), 11_520, 99_840, 12_779_520, 1_509_949_440, 12_079_595_520),
+    ],
+    ids=["v2.5", "v2.5-pro", "v2.5-fp8"],
+)
+def test_bytes_equal_the_published_arithmetic(
+    model: KvLayout, growing: int, windowed: int, constant: int, at_128k: int, at_1m: int
+) -> None:
+    assert model.full_bytes_per_token == growing
+    assert model.window_bytes_per_token == windowed
+    assert model.full_page_bytes == growing * 16
+    assert model.window_page_bytes == windowed * 16
+    assert model.sequence_bytes(128, window_tokens=128) - 128 * growing == constant
+    assert model.sequence_bytes(131_072, window_tokens=128) == at_128k + constant
+    assert model.sequence_bytes(1_048_576, window_tokens=128) == at_1m + constant
+    assert model.sequence_bytes(100, window_tokens=128) == 100 * (growing + windowed)
+
+
+def test_draft_heads_cost_15360_bytes_per_windowed_token() -> None:
+    trunk = layers(0, 9, None, 4), layers(9, 39, 127, 8)
+    with_drafts = KvLayout.from_specs(trunk[0], [*trunk[1], *layers(48, 3, 127, 8)], 16, 2)
+    assert with_drafts.window_bytes_per_token - layout(9, 39, 4).window_bytes_per_token == 15_360
+    assert with_drafts.full_bytes_per_token == 23_040
+
+
+def test_keeping_everything_would_cost_what_the_specification_says() -> None:
+    assert layout(9, 39, 4).sequence_bytes(1, window_tokens=1) == 222_720
+    assert layout(10, 60, 8).sequence_bytes(1, window_tokens=1) == 358_400
+
+
+def test_window_is_the_widest_layer() -> None:
+    mixed = [*layers(0, 1, 127, 8), *layers(1, 1, 128, 8)]
+    assert KvLayout.from_specs([], mixed, 16, 2).window_tokens == 128
+    assert KvLayout.from_specs(layers(0, 2, None, 4), [], 16, 2).window_tokens == 0
+
+
+def test_identity_follows_everything_that_changes_bytes() -> None:
+    names = {layout(9, 39, 4).identity, layout(10, 38, 4).identity, layout(9, 39, 8).identity}
+    names |= {layout(9, 39, 4, dtype_bytes=1).identity, layout(9, 39, 4, window_left=128).identity}
+    assert len(names) == 5
+    assert layout(9, 39, 4).identity == layout(9, 39, 4).identity
+
+
+def test_misplaced_and_repeated_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="wrong pool"):
+        KvLayout.from_specs(layers(0, 1, 127, 8), [], 16, 2)
+    with pytest.raises(ValueError, match="wrong pool"):
+        KvLayout.from_specs([], layers(0, 1, None, 8), 16, 2)
+    with pytest.raises(ValueError, match="not unique"):
+        KvLayout.from_specs(layers(0, 2, None, 8), layers(1, 1, 127, 8), 16, 2)
+
+
+def test_plan_spends_the_budget_and_never_more() -> None:
+    for budget_gib in (2, 3, 7, 40):
+        budget = budget_gib << 30
+        model = layout(9, 39, 4)
+        plan = plan_pools(model, budget, expected_sequence_tokens=8192, max_running=16, chunk_tokens=2048)
+        size = plan.num_full_pages * model.full_page_bytes + plan.num_window_pages * model.window_page_bytes
+        assert size == plan.size_bytes <= budget
+        assert budget - size < model.full_page_bytes + model.window_page_bytes
+        assert plan.num_full_pages >= 8192 // 16 + 16
+        assert plan.num_window_pages >= 16 * (8 + 1 + 2) + 2048 // 16
+
+
+def test_longer_sequences_shift_the_budget_to_full_pages() -> None:
+    def share(expected: int) -> float:
+        plan = plan_pools(
+            layout(10, 60, 8), 80 << 30, expected_sequence_tokens=expected, max_running=8, chunk_tokens=2048
+        )
+        return plan.num_full_pages / plan.num_window_pages
+
+    assert share(1024) < share(8192) < share(131_072)
+
+
+def test_too_small_a_budget_is_refused_by_name() -> None:
+    with pytest.raises(PoolTooSmall, match=r"KV budget of 1,048,576 bytes is below the [\d,]+ that 16 sequences"):
+        plan_pools(layout(9, 39, 4), 1 << 20, expected_sequence_tokens=8192, max_running=16, chunk_tokens=2048)
+
+
+def test_a_model_without_window_layers_gets_no_window_pages() -> None:
+    model = KvLayout.from_specs(layers(0, 4, None, 4), [], 16, 2)
+    plan = plan_pools(model, 1 << 28, expected_sequence_tokens=1024, max_running=2, chunk_tokens=256)
+    assert plan.num_window_pages == 0
+    assert plan.num_full_pages == (1 << 28) // model.full_page_bytes
