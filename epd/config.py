@@ -87,6 +87,8 @@ class GatewayConfig:
     connect_timeout_s: float = 2.0
     heartbeat_s: float = 0.5
     worker_timeout_s: float = 15.0
+    # How long a request waits for a stage that is restarting, at admission and before each further attempt.
+    restart_wait_s: float = 20.0
     max_attempts: int = 3
     default_max_tokens: int = 512
     api_keys: tuple[str, ...] = ()
@@ -99,6 +101,7 @@ class GatewayConfig:
             request_timeout_s=self.request_timeout_s,
             heartbeat_s=self.heartbeat_s,
             worker_timeout_s=self.worker_timeout_s,
+            restart_wait_s=self.restart_wait_s,
             max_attempts=self.max_attempts,
             default_max_tokens=self.default_max_tokens,
         )

@@ -26,6 +26,11 @@ class ContextTooLong(ServeError):
     code = "context_length_exceeded"
 
 
+class InvalidApiKey(ServeError):
+    status = 401
+    code = "invalid_api_key"
+
+
 class ModelNotFound(ServeError):
     status = 404
     code = "model_not_found"

@@ -1,0 +1,306 @@
+"""The HTTP application: routes, admission, keys, request ids. The story of a completion is in `chat.py`."""
+
+import asyncio
+import hmac
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from typing import Any
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from epd.config import GatewayConfig
+from epd.errors import DeadlineExceeded, InvalidApiKey, ModelNotFound, Overloaded, ServeError
+from epd.gateway.chat import ChatService
+from epd.gateway.media import Encoder, MediaFetcher, MediaStage
+from epd.gateway.metrics import STAGE_OF_ROLE, GatewayMetrics
+from epd.gateway.problems import Problem, internal_problem, parse_json, problem_of
+from epd.gateway.render import Renderer
+from epd.gateway.reply import AnswerEnd, ReplyWriter
+from epd.gateway.schema import ChatBody, parse_body
+from epd.gateway.sse import EventStream
+from epd.router.workers import Fleet
+from epd.transport.base import Channel
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+def create_app(
+    config: GatewayConfig,
+    *,
+    renderer: Renderer,
+    fetcher: MediaFetcher,
+    encoder: Encoder,
+    prefill: Sequence[Channel],
+    decode: Sequence[Channel] = (),
+    clock: Callable[[], float] = time.monotonic,
+    unix_clock: Callable[[], float] = time.time,
+) -> web.Application:
+    """The gateway over what is handed in. The channels are opened when the app starts and closed when it stops;
+    `fetcher` and `encoder` belong to the caller. Serve it with `start_gateway`, which cancels a request whose client left.
+    """
+    media = MediaStage(
+        fetcher=fetcher,
+        encoder=encoder,
+        processor=renderer.processor,
+        clock=clock,
+        restart_wait_s=config.restart_wait_s,
+    )
+    fleet = Fleet(
+        prefill=prefill, decode=decode, heartbeat_s=config.heartbeat_s, timeout_s=config.worker_timeout_s, clock=clock
+    )
+    metrics = GatewayMetrics(fleet=fleet, encoder_infos=encoder.infos)
+    chat = ChatService(
+        config=config, renderer=renderer, media=media, fleet=fleet, metrics=metrics, clock=clock, unix_clock=unix_clock
+    )
+    gateway = Gateway(config, chat=chat, fleet=fleet, encoder=encoder, metrics=metrics)
+    app = web.Application(client_max_size=config.max_body_bytes, middlewares=[gateway.edge])
+    app.add_routes(gateway.routes())
+
+    async def run_stages(_: web.Application) -> AsyncIterator[None]:
+        fleet.start()
+        yield
+        await fleet.stop()
+
+    app.cleanup_ctx.append(run_stages)
+    return app
+
+
+async def start_gateway(app: web.Application, *, host: str, port: int) -> tuple[web.AppRunner, int]:
+    """Listen; returns the runner (its `cleanup` stops everything) and the port, the system's choice when `port` is 0."""
+    # handler_cancellation: a client that leaves ends its request everywhere.
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=10.0)
+    await runner.setup()
+    await web.TCPSite(runner, host, port).start()
+    return runner, runner.addresses[0][1]
+
+
+class Gateway:
+    """The routes. Everything shared is handed in."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        *,
+        chat: ChatService,
+        fleet: Fleet,
+        encoder: Encoder,
+        metrics: GatewayMetrics,
+    ) -> None:
+        self._config = config
+        self._chat = chat
+        self._fleet = fleet
+        self._encoder = encoder
+        self._metrics = metrics
+        self._num_inflight = 0
+        self._created_unix_s = int(chat.unix_clock())
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/v1/chat/completions", self.chat_completions),
+            web.get("/v1/models", self.models),
+            web.get("/v1/models/{model}", self.model),
+            web.get("/health", self.health),
+            web.get("/ready", self.ready),
+            web.get("/metrics", self.metrics_text),
+        ]
+
+    @web.middleware
+    async def edge(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Outermost: the request id, the API key, and every error as an OpenAI error object."""
+        request_id = _request_id(request)
+        request["answer_headers"] = {"X-Request-Id": request_id}
+        try:
+            self._check_key(request)
+            response = await handler(request)
+        except web.HTTPException as error:
+            response = _answer(_http_problem(request, error), _allow_header(error))
+        except ServeError as error:
+            response = _answer(problem_of(error))
+        except asyncio.CancelledError:
+            self._metrics.disconnects.inc()
+            raise
+        except ConnectionError:
+            # The client left while its stream was being written; there is nobody to answer.
+            self._metrics.disconnects.inc()
+            raise
+        except Exception:
+            logger.exception("request %s failed", request_id)
+            response = _answer(internal_problem(request_id))
+        route = request.match_info.route.resource
+        self._metrics.requests.labels(route.canonical if route else "unknown", str(response.status)).inc()
+        if not response.prepared:
+            response.headers.update(request["answer_headers"])
+        return response
+
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        with self._admitted():
+            body = parse_body(parse_json(await request.read()))
+            if body.model != self._config.model_name:
+                raise self._unknown_model(body.model)
+            writer = ReplyWriter(
+                completion_id=f"chatcmpl-{uuid.uuid4().hex}",
+                model=self._config.model_name,
+                created_unix_s=int(self._chat.unix_clock()),
+                vocabulary=self._chat.renderer.vocabulary,
+                with_logprobs=bool(body.logprobs),
+            )
+            if body.stream:
+                return await self._stream(request, body, writer)
+            async with self._deadline():
+                return await self._whole(body, writer)
+
+    async def models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [self._model_card()]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        name = request.match_info["model"]
+        if name != self._config.model_name:
+            raise self._unknown_model(name)
+        return web.json_response(self._model_card())
+
+    async def health(self, _: web.Request) -> web.Response:
+        """The process lives; says nothing of the stages."""
+        return web.json_response({"status": "ok"})
+
+    async def ready(self, _: web.Request) -> web.Response:
+        """200 when every process of every stage takes work, else 503 and why, by stage."""
+        stages: dict[str, list[str]] = {}
+        for role in self._fleet.roles:
+            reasons = (worker.why_not_ready() for worker in self._fleet.of_role(role))
+            stages[STAGE_OF_ROLE[role]] = [reason for reason in reasons if reason is not None]
+        encoders = self._encoder.infos()
+        stages["encoder"] = [f"{name}: not up" for name, info in encoders.items() if info is None or not info.ready]
+        missing = {stage: reasons for stage, reasons in stages.items() if reasons}
+        status = {"status": "waiting", "waiting_for": missing} if missing else {"status": "ready"}
+        return web.json_response(status, status=503 if missing else 200)
+
+    async def metrics_text(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _whole(self, body: ChatBody, writer: ReplyWriter) -> web.Response:
+        async with aclosing(self._chat.answer(body, writer.completion_id)) as parts:
+            async for part in parts:
+                if isinstance(part, AnswerEnd):
+                    return web.json_response(writer.message(part), dumps=_dumps)
+                writer.add(part)
+        raise RuntimeError("an answer ended without its end")
+
+    async def _stream(self, request: web.Request, body: ChatBody, writer: ReplyWriter) -> web.StreamResponse:
+        """A fault before the first event is an ordinary error; after it, the last event of the stream."""
+        stream = EventStream(request)
+        try:
+            async with self._deadline():
+                await self._send_events(stream, body, writer)
+            return await stream.finish()
+        except ServeError as error:
+            if stream.response is None:
+                raise
+            logger.info("stream %s ends with an error: %s", writer.completion_id, error.message)
+            await stream.send(problem_of(error).body)
+            return await stream.close()
+
+    async def _send_events(self, stream: EventStream, body: ChatBody, writer: ReplyWriter) -> None:
+        include_usage = body.stream_options is not None and body.stream_options.include_usage
+        async with aclosing(self._chat.answer(body, writer.completion_id)) as parts:
+            async for part in parts:
+                if stream.response is None:
+                    await stream.send(writer.first_chunk())
+                if isinstance(part, AnswerEnd):
+                    await stream.send(writer.last_chunk(part))
+                    if include_usage:
+                        await stream.send(writer.usage_chunk(part))
+                    return
+                for chunk in writer.chunks(part):
+                    await stream.send(chunk)
+
+    @contextmanager
+    def _admitted(self) -> Iterator[None]:
+        """A place among the requests in flight. Raises Overloaded when there is none: nothing queues without bound."""
+        limit = self._config.max_inflight
+        if self._num_inflight >= limit:
+            raise Overloaded(f"{limit} requests are in flight, which is the limit", retry_after_s=1.0)
+        self._num_inflight += 1
+        self._metrics.inflight.set(self._num_inflight)
+        try:
+            yield
+        finally:
+            self._num_inflight -= 1
+            self._metrics.inflight.set(self._num_inflight)
+
+    @asynccontextmanager
+    async def _deadline(self) -> AsyncGenerator[None, None]:
+        try:
+            async with asyncio.timeout(self._config.request_timeout_s):
+                yield
+        except TimeoutError as error:
+            timeout_s = self._config.request_timeout_s
+            raise DeadlineExceeded(f"the answer was not complete after {timeout_s:g} s") from error
+
+    def _check_key(self, request: web.Request) -> None:
+        """Raises InvalidApiKey. Every configured key is compared, each in constant time."""
+        if not self._config.api_keys or not request.path.startswith("/v1/"):
+            return
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        candidate = given.strip().encode("utf-8", "surrogateescape") if scheme.lower() == "bearer" else b""
+        matches = [hmac.compare_digest(candidate, key.encode()) for key in self._config.api_keys]
+        if not any(matches):
+            raise InvalidApiKey("missing or wrong API key; send it as: Authorization: Bearer KEY")
+
+    def _unknown_model(self, name: str) -> ModelNotFound:
+        return ModelNotFound(f"model {name!r} is not served here; served: {self._config.model_name!r}", param="model")
+
+    def _model_card(self) -> dict[str, Any]:
+        return {
+            "id": self._config.model_name,
+            "object": "model",
+            "created": self._created_unix_s,
+            "owned_by": "mimo-epd",
+            "max_model_len": self._chat.max_context_tokens,
+        }
+
+
+def _dumps(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _request_id(request: web.Request) -> str:
+    """The client's own id when it is a sane one, else a new one."""
+    given = request.headers.get("X-Request-Id", "")
+    return given if _REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+
+
+def _answer(problem: Problem, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(
+        body=problem.json_bytes(),
+        status=problem.status,
+        content_type="application/json",
+        headers={**problem.headers, **(headers or {})},
+    )
+
+
+def _http_problem(request: web.Request, error: web.HTTPException) -> Problem:
+    """What aiohttp itself refuses: no such route, no such method, a body over the limit."""
+    match error:
+        case web.HTTPNotFound():
+            return Problem(404, "unknown_route", f"there is no route {request.path}")
+        case web.HTTPMethodNotAllowed():
+            allowed = ", ".join(sorted(error.allowed_methods))
+            return Problem(405, "method_not_allowed", f"{request.path} takes {allowed}, not {request.method}")
+        case web.HTTPRequestEntityTooLarge():
+            return Problem(413, "body_too_large", f"the body is larger than this server takes: {error.text}")
+        case _:
+            return Problem(error.status, "http_error", error.reason)
+
+
+def _allow_header(error: web.HTTPException) -> dict[str, str]:
+    return {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}

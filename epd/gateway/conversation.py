@@ -1,0 +1,183 @@
+"""A request's messages in the two forms the rest needs: dictionaries for the chat template, and the list of media.
+
+Every string of the client passes through `guard`, so that the template's output keeps it apart from special tokens.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from epd.errors import InvalidRequest
+from epd.gateway.answer import THINK_CLOSE, THINK_OPEN
+from epd.gateway.schema import (
+    LOW_DETAIL_PIXELS,
+    AssistantMessage,
+    AudioPart,
+    ChatBody,
+    ImagePart,
+    InputAudioPart,
+    Message,
+    TextPart,
+    ToolMessage,
+    UserMessage,
+    VideoPart,
+)
+from preprocess.types import MediaOptions, MediaSource, Modality
+
+Guard = Callable[[str], str]
+
+_AUDIO_TYPES = {"mp3": "audio/mpeg", "m4a": "audio/mp4", "opus": "audio/ogg"}
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPart:
+    """One medium of the request, and the field of the body that names it."""
+
+    param: str
+    source: MediaSource
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    tool_schemas: Mapping[str, Mapping[str, Any]] | None
+    """Parameters of each function, unguarded; None when the answer is not to be searched for calls."""
+    options: dict[str, Any]
+    """Variables for the chat template that the client set."""
+    media: tuple[MediaPart, ...]
+
+
+def read_conversation(body: ChatBody, guard: Guard) -> Conversation:
+    """`guard` is `Vocabulary.guard`. Raises InvalidRequest for a value that only its content shows to be wrong."""
+    media: list[MediaPart] = []
+    messages = [_message(message, f"messages[{i}]", guard, media) for i, message in enumerate(body.messages)]
+    tools = body.tools if body.tools and body.tool_choice != "none" else None
+    return Conversation(
+        messages=messages,
+        tools=[_guarded(tool.model_dump(exclude_none=True), guard) for tool in tools] if tools else None,
+        tool_schemas={tool.function.name: tool.function.parameters for tool in tools} if tools else None,
+        options=_options(body),
+        media=tuple(media),
+    )
+
+
+def _options(body: ChatBody) -> dict[str, Any]:
+    options = body.chat_template_kwargs.model_dump(exclude_none=True) if body.chat_template_kwargs else {}
+    if body.reasoning_effort == "none":
+        options["enable_thinking"] = False
+    return options
+
+
+def _message(message: Message, path: str, guard: Guard, media: list[MediaPart]) -> dict[str, Any]:
+    match message:
+        case UserMessage(content=list() as parts):
+            return {"role": "user", "content": _parts(parts, f"{path}.content", guard, media)}
+        case AssistantMessage():
+            return _assistant(message, path, guard)
+        case ToolMessage():
+            return {
+                "role": "tool",
+                "content": guard(_text(message.content)),
+                "tool_call_id": guard(message.tool_call_id),
+            }
+        case _:
+            return {"role": message.role, "content": guard(_text(message.content))}
+
+
+def _text(content: str | list[Any]) -> str:
+    """Text-only content as one string. Joined before it is guarded: a special token cannot hide in a seam."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _parts(parts: list[Any], path: str, guard: Guard, media: list[MediaPart]) -> str | list[dict[str, Any]]:
+    """Parts for the template: neighbouring texts joined, media by their kind alone. All text is one string."""
+    if all(isinstance(part, TextPart) for part in parts):
+        return guard(_text(parts))
+    rendered: list[dict[str, Any]] = []
+    pending = ""
+    for i, part in enumerate(parts):
+        if isinstance(part, TextPart):
+            pending += part.text
+            continue
+        if pending:
+            rendered.append({"type": "text", "text": guard(pending)})
+            pending = ""
+        medium = _medium(part, f"{path}[{i}].{part.type}")
+        media.append(medium)
+        kind = medium.source.modality.value
+        rendered.append({"type": kind, kind: ""})
+    if pending:
+        rendered.append({"type": "text", "text": guard(pending)})
+    return rendered
+
+
+def _medium(part: ImagePart | VideoPart | AudioPart | InputAudioPart, path: str) -> MediaPart:
+    try:
+        match part:
+            case ImagePart(image_url=image):
+                options = image.model_dump(exclude={"url", "detail"}, exclude_none=True)
+                if image.detail == "low":
+                    options.setdefault("max_pixels", LOW_DETAIL_PIXELS)
+                source = MediaSource(Modality.IMAGE, image.url, MediaOptions(**options))
+            case VideoPart(video_url=video):
+                options = video.model_dump(exclude={"url"}, exclude_none=True)
+                source = MediaSource(Modality.VIDEO, video.url, MediaOptions(**options))
+            case AudioPart(audio_url=audio):
+                source = MediaSource(Modality.AUDIO, audio.url)
+            case InputAudioPart(input_audio=inline):
+                media_type = _AUDIO_TYPES.get(inline.format, f"audio/{inline.format}")
+                source = MediaSource(Modality.AUDIO, f"data:{media_type};base64,{inline.data}")
+    except ValueError as error:
+        raise InvalidRequest(f"{path}: {error}", param=path) from error
+    return MediaPart(path, source)
+
+
+def _assistant(message: AssistantMessage, path: str, guard: Guard) -> dict[str, Any]:
+    content = _text(message.content or "")
+    reasoning = message.reasoning_content
+    # A client that stores the raw answer sends the reasoning back inside the content.
+    if reasoning is None and content.startswith(THINK_OPEN) and THINK_CLOSE in content:
+        reasoning, _, content = content[len(THINK_OPEN) :].partition(THINK_CLOSE)
+    rendered: dict[str, Any] = {"role": "assistant", "content": guard(content)}
+    if reasoning is not None:
+        rendered["reasoning_content"] = guard(reasoning)
+    if message.tool_calls:
+        rendered["tool_calls"] = [
+            {
+                "id": guard(call.id),
+                "type": "function",
+                "function": {
+                    "name": guard(call.function.name),
+                    "arguments": _arguments(call.function.arguments, f"{path}.tool_calls[{i}]", guard),
+                },
+            }
+            for i, call in enumerate(message.tool_calls)
+        ]
+    return rendered
+
+
+def _arguments(text: str, path: str, guard: Guard) -> Any:
+    """Templates iterate over arguments, the API carries them as JSON text."""
+    param = f"{path}.function.arguments"
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{param} is no JSON: {error}", param=param) from error
+    if not isinstance(arguments, dict):
+        raise InvalidRequest(f"{param} is {text[:80]!r}; it must be a JSON object", param=param)
+    return _guarded(arguments, guard)
+
+
+def _guarded(value: Any, guard: Guard) -> Any:
+    """A JSON value with every string guarded, keys included."""
+    match value:
+        case str():
+            return guard(value)
+        case dict():
+            return {guard(key): _guarded(item, guard) for key, item in value.items()}
+        case list():
+            return [_guarded(item, guard) for item in value]
+        case _:
+            return value

@@ -1,0 +1,224 @@
+"""The media of one request: fetched, keyed and encoded at the same time, held by leases until the request ends.
+
+    source -> bytes -> key -> EncodeReply (layout, ref under a lease)
+
+A fault of one part ends the request with that part's name. Retrying on another replica is the client's business.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from encoder.errors import EncoderError, EncoderUnavailable
+from encoder.types import EmbeddingRef, EncodeReply, EncoderInfo
+from epd.errors import InvalidRequest
+from epd.gateway.conversation import MediaPart
+from epd.gateway.problems import Refused, problem_of
+from preprocess.config import ProcessorConfig
+from preprocess.errors import MediaError
+from preprocess.keys import media_key
+from preprocess.types import MediaKey, MediaLayout, MediaOptions, MediaSource, Modality
+
+# Hashing more than this on the event loop would be felt by other requests (about 5 ms at 5 GB/s).
+_INLINE_HASH_BYTES = 16 << 20
+_WATCH_S = 0.5
+
+_T = TypeVar("_T")
+
+
+class Encoder(Protocol):
+    """The encoder stage as the gateway uses it: `encoder.client.EncoderClient`, over ZMQ or in one process."""
+
+    async def encode(
+        self, content: bytes, modality: Modality, options: MediaOptions, key: MediaKey, deadline_unix_s: float
+    ) -> EncodeReply:
+        """Raises MediaError for a fault of the content, EncoderError for one of the stage; waits for a replica."""
+        ...
+
+    def release(self, ref: EmbeddingRef) -> None:
+        """Give a lease back; never waits, a lost encoder is no error."""
+        ...
+
+    async def info(self, timeout_s: float = ...) -> EncoderInfo:
+        """A replica that is up. Raises EncoderUnavailable after `timeout_s`."""
+        ...
+
+    def infos(self) -> Mapping[str, EncoderInfo | None]:
+        """Every replica's last word by address; None for one that is not up."""
+        ...
+
+
+class MediaFetcher(Protocol):
+    """`preprocess.fetch.Fetcher`."""
+
+    async def fetch(self, source: MediaSource) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Medium:
+    """One part, fetched. The content is kept: after a loss it is encoded again."""
+
+    part: MediaPart
+    content: bytes
+    key: MediaKey
+
+
+class MediaSet:
+    """The encoded media of one request, in the order of its parts."""
+
+    def __init__(self, stage: "MediaStage", deadline_unix_s: float) -> None:
+        self._stage = stage
+        self._deadline_unix_s = deadline_unix_s
+        self._media: list[Medium] = []
+        self._replies: list[EncodeReply] = []
+        self._leased: list[EmbeddingRef] = []
+
+    @property
+    def layouts(self) -> list[tuple[MediaKey, MediaLayout]]:
+        return [(reply.key, reply.layout) for reply in self._replies]
+
+    @property
+    def refs(self) -> tuple[EmbeddingRef, ...]:
+        return tuple(reply.ref for reply in self._replies)
+
+    @property
+    def num_cached(self) -> int:
+        return sum(reply.cached for reply in self._replies)
+
+    async def prepare(self, parts: Sequence[MediaPart]) -> None:
+        """Raises Refused naming the part."""
+        self._media = await _all(self._stage.fetch(part) for part in parts)
+        await self._encode()
+
+    async def refresh(self) -> tuple[EmbeddingRef, ...]:
+        """Fresh refs for the same media, after a loss. What the encoder still has comes from its cache."""
+        if self._media:
+            self._release()
+            await self._encode()
+        return self.refs
+
+    def close(self) -> None:
+        self._release()
+        self._media.clear()
+
+    async def _encode(self) -> None:
+        self._replies = await _all(self._encode_one(medium) for medium in self._media)
+
+    async def _encode_one(self, medium: Medium) -> EncodeReply:
+        reply = await self._stage.encode(medium, self._deadline_unix_s)
+        # Noted as soon as it exists: a neighbour's failure must not leave it behind.
+        self._leased.append(reply.ref)
+        return reply
+
+    def _release(self) -> None:
+        for ref in self._leased:
+            self._stage.release(ref)
+        self._leased.clear()
+
+
+class MediaStage:
+    """From parts to encoded media, for all requests of one gateway."""
+
+    def __init__(
+        self,
+        *,
+        fetcher: MediaFetcher,
+        encoder: Encoder,
+        processor: ProcessorConfig | None,
+        clock: Callable[[], float],
+        restart_wait_s: float,
+    ) -> None:
+        self._fetcher = fetcher
+        self._encoder = encoder
+        self._processor = processor
+        self._clock = clock
+        self._restart_wait_s = restart_wait_s
+
+    @asynccontextmanager
+    async def open(self, parts: Sequence[MediaPart], *, deadline_unix_s: float) -> AsyncGenerator[MediaSet, None]:
+        """Fetch and encode the parts; their leases are released at the end of the block, whatever ends it."""
+        media = MediaSet(self, deadline_unix_s)
+        try:
+            if parts:
+                await media.prepare(parts)
+            yield media
+        finally:
+            media.close()
+
+    async def fetch(self, part: MediaPart) -> Medium:
+        """The content and its key. Raises Refused naming the part."""
+        processor = self._processor
+        if processor is None:
+            raise InvalidRequest("this model takes text only", param=part.param)
+        try:
+            # The options are checked before the first byte is fetched.
+            _check_options(part.source, processor)
+            content = await self._fetcher.fetch(part.source)
+            info = await self._encoder.info(self._restart_wait_s)
+            key = await _key(content, part.source, processor, info.fingerprint)
+        except (MediaError, EncoderError) as error:
+            raise Refused(problem_of(error, param=part.param)) from error
+        return Medium(part, content, key)
+
+    async def encode(self, medium: Medium, deadline_unix_s: float) -> EncodeReply:
+        """Raises Refused naming the part, also when no encoder has been up for `restart_wait_s`."""
+        source = medium.part.source
+        asked = self._encoder.encode(medium.content, source.modality, source.options, medium.key, deadline_unix_s)
+        try:
+            return await self._while_there_is_hope(asyncio.ensure_future(asked))
+        except (MediaError, EncoderError) as error:
+            raise Refused(problem_of(error, param=medium.part.param)) from error
+
+    def release(self, ref: EmbeddingRef) -> None:
+        self._encoder.release(ref)
+
+    async def _while_there_is_hope(self, reply: asyncio.Future[EncodeReply]) -> EncodeReply:
+        """The client waits for a replica until the request's deadline; here that ends after `restart_wait_s`."""
+        give_up_s = self._clock() + self._restart_wait_s
+        try:
+            while not reply.done():
+                await asyncio.wait({reply}, timeout=_WATCH_S)
+                if any(self._encoder.infos().values()):
+                    give_up_s = self._clock() + self._restart_wait_s
+                elif self._clock() > give_up_s:
+                    raise EncoderUnavailable("no encoder is up", retry_after_s=5.0)
+            return reply.result()
+        finally:
+            reply.cancel()
+
+
+async def _all(coroutines: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """Results in order. The first failure is raised, after every other one was cancelled and has ended."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _key(content: bytes, source: MediaSource, processor: ProcessorConfig, fingerprint: str) -> MediaKey:
+    def compute() -> MediaKey:
+        return media_key(
+            content,
+            modality=source.modality,
+            options=source.options,
+            processor=processor,
+            tower_fingerprint=fingerprint,
+        )
+
+    return compute() if len(content) <= _INLINE_HASH_BYTES else await asyncio.to_thread(compute)
+
+
+def _check_options(source: MediaSource, processor: ProcessorConfig) -> None:
+    """Raises MediaInvalid for an option above this server's ceiling."""
+    match source.modality:
+        case Modality.IMAGE:
+            processor.image_budget(source.options)
+        case Modality.VIDEO:
+            processor.video_budget(source.options)
+        case Modality.AUDIO:
+            pass

@@ -1,0 +1,131 @@
+"""Prometheus metrics of one gateway, in a registry of its own. Workers and encoders are read when they are scraped.
+
+Names are `mimo_<stage>_<what>_<unit>`; the stage of a worker that does both is `worker`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from encoder.types import EncoderInfo
+from epd.gateway.reply import AnswerEnd
+from epd.router.workers import Fleet, Worker
+from epd.types import Role, WorkerInfo
+
+STAGE_OF_ROLE = {Role.PREFILL: "prefill", Role.DECODE: "decode", Role.BOTH: "worker"}
+_TTFT_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_DURATION_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class GatewayMetrics:
+    """What this gateway counts itself, and collectors over what the stages say."""
+
+    def __init__(self, *, fleet: Fleet, encoder_infos: Callable[[], Mapping[str, EncoderInfo | None]]) -> None:
+        self.registry = CollectorRegistry()
+        registry = self.registry
+        self.requests = Counter(
+            "mimo_gateway_requests", "Requests by route and status", ["route", "status"], registry=registry
+        )
+        self.inflight = Gauge(
+            "mimo_gateway_inflight_requests", "Chat completions now being answered", registry=registry
+        )
+        self.ttft = Histogram(
+            "mimo_gateway_ttft_seconds", "Request to first token", registry=registry, buckets=_TTFT_BUCKETS_S
+        )
+        self.duration = Histogram(
+            "mimo_gateway_answer_seconds", "Request to last token", registry=registry, buckets=_DURATION_BUCKETS_S
+        )
+        self.media = Counter("mimo_gateway_media_parts", "Media parts by kind", ["modality"], registry=registry)
+        self.media_seconds = Histogram(
+            "mimo_gateway_media_seconds",
+            "Fetching and encoding all media of a request",
+            registry=registry,
+            buckets=_TTFT_BUCKETS_S,
+        )
+        self.retries = Counter("mimo_gateway_retries", "Attempts beyond the first", registry=registry)
+        self.disconnects = Counter("mimo_gateway_disconnects", "Clients that left before the end", registry=registry)
+        self._tokens = Counter("mimo_gateway_tokens", "Tokens of finished answers by kind", ["kind"], registry=registry)
+        registry.register(_Collected(lambda: _fleet_metrics(fleet)))
+        registry.register(_Collected(lambda: _encoder_metrics(encoder_infos())))
+
+    def finished(self, end: AnswerEnd, num_attempts: int) -> None:
+        usage = end.usage
+        self._tokens.labels("prompt").inc(usage.prompt_tokens)
+        self._tokens.labels("completion").inc(usage.completion_tokens)
+        self._tokens.labels("cached").inc(usage.cached_tokens)
+        self._tokens.labels("healed").inc(usage.healed_tokens)
+        self.retries.inc(num_attempts - 1)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _Collected(Collector):
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        self._collect = collect
+
+    def collect(self) -> Iterable[Metric]:
+        return self._collect()
+
+
+def _fleet_metrics(fleet: Fleet) -> Iterator[Metric]:
+    late = CounterMetricFamily("mimo_gateway_late_messages", "Messages of attempts that were already given up")
+    late.add_metric([], fleet.num_late_messages)
+    yield late
+    for role in fleet.roles:
+        workers = fleet.of_role(role)
+        yield from _role_metrics(f"mimo_{STAGE_OF_ROLE[role]}", workers)
+
+
+def _role_metrics(prefix: str, workers: Sequence[Worker]) -> Iterator[Metric]:
+    up = GaugeMetricFamily(f"{prefix}_ready", "1 when the worker takes requests", labels=["worker"])
+    queue = GaugeMetricFamily(f"{prefix}_queue_requests", "Requests by state", labels=["worker", "state"])
+    pages = GaugeMetricFamily(f"{prefix}_pool_pages", "KV pages by pool and state", labels=["worker", "pool", "state"])
+    for worker in workers:
+        info = worker.info
+        name = worker.address if info is None else info.worker
+        up.add_metric([name], float(worker.ready))
+        if info is None:
+            continue
+        queue.add_metric([name, "waiting"], info.num_waiting)
+        queue.add_metric([name, "running"], info.num_running)
+        pages.add_metric([name, "full", "free"], info.full_pages_free)
+        pages.add_metric([name, "full", "used"], info.full_pages_total - info.full_pages_free)
+        pages.add_metric([name, "window", "free"], info.window_pages_free)
+        pages.add_metric([name, "window", "used"], info.window_pages_total - info.window_pages_free)
+    yield from (up, queue, pages)
+    yield from _counters(prefix, "worker", [(worker.info.worker, worker.info) for worker in workers if worker.info])
+
+
+def _encoder_metrics(replicas: Mapping[str, EncoderInfo | None]) -> Iterator[Metric]:
+    ready = GaugeMetricFamily("mimo_encoder_ready", "1 when the replica takes media", labels=["address"])
+    queue = GaugeMetricFamily("mimo_encoder_queue_jobs", "Jobs admitted and not answered", labels=["replica"])
+    cached = GaugeMetricFamily("mimo_encoder_cache_entries", "Embeddings kept", labels=["replica"])
+    space = GaugeMetricFamily("mimo_encoder_arena_bytes", "Shared memory by state", labels=["replica", "state"])
+    infos = [info for info in replicas.values() if info is not None]
+    for address, info in replicas.items():
+        ready.add_metric([address], float(info is not None and info.ready))
+    for info in infos:
+        queue.add_metric([info.replica], info.num_pending)
+        cached.add_metric([info.replica], info.num_cached)
+        space.add_metric([info.replica, "cached"], info.cached_bytes)
+        space.add_metric([info.replica, "leased"], info.leased_bytes)
+        space.add_metric([info.replica, "total"], info.capacity_bytes)
+    yield from (ready, queue, cached, space)
+    yield from _counters("mimo_encoder", "replica", [(info.replica, info) for info in infos])
+
+
+def _counters(prefix: str, label: str, infos: Sequence[tuple[str, WorkerInfo | EncoderInfo]]) -> Iterator[Metric]:
+    """The stage's own counters, one family per name whatever processes report it."""
+    families: dict[str, GaugeMetricFamily] = {}
+    for owner, info in infos:
+        for name, value in info.counters.items():
+            if name not in families:
+                # A gauge: the process may restart and count from zero, and some of these are averages.
+                families[name] = GaugeMetricFamily(
+                    f"{prefix}_{name}", f"{name} as the process reports it", labels=[label]
+                )
+            families[name].add_metric([owner], value)
+    yield from families.values()

@@ -1,0 +1,61 @@
+"""The gateway as a process: settings to sockets, HTTP until a signal."""
+
+import asyncio
+import logging
+import signal
+
+import uvloop
+
+from encoder.client import EncoderClient
+from epd.config import GatewayConfig
+from epd.gateway.app import create_app, start_gateway
+from epd.gateway.render import Renderer
+from epd.transport.sockets import WorkerChannel
+from preprocess.config import FetchLimits
+from preprocess.fetch import Fetcher
+
+logger = logging.getLogger(__name__)
+
+
+def fetch_limits(config: GatewayConfig) -> FetchLimits:
+    """The gateway's fetch policy in the fetcher's own terms."""
+    policy = config.fetch
+    return FetchLimits(
+        max_bytes=policy.max_bytes,
+        timeout_s=policy.timeout_s,
+        allow_private_addresses=policy.allow_private_addresses,
+        media_roots=policy.media_roots,
+    )
+
+
+async def serve_gateway(config: GatewayConfig, stop: asyncio.Event) -> None:
+    """Serve until `stop` is set. Raises ValueError or OSError for a model directory or a port that cannot be used."""
+    renderer = Renderer.load(config.model_dir)
+    async with Fetcher(fetch_limits(config)) as fetcher, EncoderClient.connect(config.encoders) as encoder:
+        app = create_app(
+            config,
+            renderer=renderer,
+            fetcher=fetcher,
+            encoder=encoder,
+            prefill=[WorkerChannel(address) for address in config.prefill],
+            decode=[WorkerChannel(address) for address in config.decode],
+        )
+        runner, port = await start_gateway(app, host=config.host, port=config.port)
+        logger.info("gateway serves %s on %s:%d", config.model_name, config.host, port)
+        try:
+            await stop.wait()
+        finally:
+            await runner.cleanup()
+
+
+def run_gateway(config: GatewayConfig) -> None:
+    """Run the gateway in this process until SIGTERM or SIGINT."""
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        await serve_gateway(config, stop)
+
+    uvloop.run(main())

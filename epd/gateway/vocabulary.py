@@ -1,0 +1,89 @@
+"""A checkpoint's tokenizer.json: text to ids, ids to bytes, and no way for a client's text to become a special token.
+
+Added tokens (`<|im_start|>`, `<think>`, ...) are split off here, not by the library: `encode_plain` never produces one,
+whatever the text spells.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from epd.gateway.answer import CALL_CLOSE, CALL_OPEN, THINK_CLOSE, THINK_OPEN
+from epd.gateway.detokenize import TokenBytes
+
+# Part of the answer's text even where a tokenizer calls them special: `epd.gateway.answer` reads them.
+_ALWAYS_VISIBLE = frozenset({THINK_OPEN, THINK_CLOSE, CALL_OPEN, CALL_CLOSE})
+
+
+class Vocabulary:
+    """Thread-safe after construction."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        """`spec` is a parsed tokenizer.json. Raises ValueError when it is not byte-level BPE."""
+        _require_byte_level(spec)
+        added = spec.get("added_tokens") or []
+        for token in added:
+            if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
+                raise ValueError(f"added token {token['content']!r} has lstrip, rstrip or single_word set; unsupported")
+        self.special_ids: dict[str, int] = {token["content"]: int(token["id"]) for token in added}
+        hidden = {
+            int(token["id"]) for token in added if token.get("special") and token["content"] not in _ALWAYS_VISIBLE
+        }
+        self._plain = Tokenizer.from_str(
+            json.dumps({**spec, "added_tokens": [], "post_processor": None, "truncation": None, "padding": None})
+        )
+        self.token_bytes = TokenBytes(spec["model"]["vocab"], self.special_ids, hidden=hidden)
+        by_length = sorted(self.special_ids, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
+        # Random, so that no text can contain it; ASCII letters, so that it survives escaping in a template.
+        self._mark = f"q{secrets.token_hex(16)}q"
+
+    @classmethod
+    def load(cls, path: Path) -> "Vocabulary":
+        return cls(json.loads(path.read_text(encoding="utf-8")))
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of the text as text; a special token's spelling becomes ordinary tokens."""
+        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def guard(self, text: str) -> str:
+        """The text with every special token's spelling broken by a mark that `encode` removes again."""
+        while self._special.search(text):
+            text = self._special.sub(lambda found: found[0][:1] + self._mark + found[0][1:], text)
+        return text
+
+    def unguard(self, text: str) -> str:
+        return text.replace(self._mark, "")
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of template output: special tokens where they are spelled out, guarded text as plain text."""
+        ids: list[int] = []
+        at = 0
+        for found in self._special.finditer(text):
+            if found.start() > at:
+                ids.extend(self.encode_plain(self.unguard(text[at : found.start()])))
+            ids.append(self.special_ids[found[0]])
+            at = found.end()
+        if at < len(text):
+            ids.extend(self.encode_plain(self.unguard(text[at:])))
+        return ids
+
+    def spell(self, token_ids: Sequence[int]) -> bytes:
+        """The tokens' own bytes, special ones included."""
+        return b"".join(self.token_bytes.spelled(token_id) for token_id in token_ids)
+
+
+def _require_byte_level(spec: dict[str, Any]) -> None:
+    model = spec.get("model") or {}
+    if model.get("type") != "BPE":
+        raise ValueError(f"tokenizer model.type is {model.get('type')!r}; supported: 'BPE'")
+    decoder = spec.get("decoder") or {}
+    kinds = [decoder.get("type"), *(part.get("type") for part in decoder.get("decoders") or [])]
+    if "ByteLevel" not in kinds:
+        raise ValueError(f"tokenizer decoder.type is {decoder.get('type')!r}; supported: 'ByteLevel'")
