@@ -112,6 +112,12 @@ class TextConfig:
             raise ConfigError(f"window_left: {reach} is negative")
         full = _layer(keys, "", window_left=None)
         window = _layer(keys, "swa_", window_left=reach)
+        layout = _projection_layout(keys)
+        if layout == "fused_qkv" and (window.num_heads % full.num_kv_heads or window.num_kv_heads % full.num_kv_heads):
+            raise ConfigError(
+                f"swa_num_key_value_heads: {window.num_kv_heads} KV and {window.num_heads} query heads do not divide "
+                f"into the {full.num_kv_heads} shards of fused_qkv"
+            )
         layers = tuple(
             replace(window if pattern[i] else full, index=i, is_moe=bool(is_moe[i])) for i in range(num_layers)
         )
@@ -127,7 +133,7 @@ class TextConfig:
             moe=_moe(keys),
             eos_token_ids=_eos_token_ids(keys),
             pad_token_id=keys.optional_integer("pad_token_id"),
-            projection_layout=_projection_layout(keys),
+            projection_layout=layout,
             num_qkv_shards=full.num_kv_heads,
             quant_block=_quant_block(keys),
             initializer_range=keys.number("initializer_range", default=0.02),

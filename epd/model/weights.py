@@ -1,7 +1,7 @@
 """Weight files in the Hugging Face layout: reading them into a `HybridModel` and naming a model's tensors for writing.
 
 The model's parameters have one form; files have several (apart or fused q, k, v; fp8 blocks or plain). Both directions
-go through `_slots`, which says for each file tensor which part of which parameter it is. Reading streams: one file
+go through `file_slots`, which says for each file tensor which part of which parameter it is. Reading streams: one file
 tensor at a time is in memory besides the model.
 """
 
@@ -36,7 +36,7 @@ class WeightsError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Slot:
+class FileSlot:
     """The part of a parameter one file tensor fills, or is read from; `target` is a view, shaped like the file tensor.
 
     `shard_rows`, for a fused projection stored shard by shard, is the query, key and value rows of one shard.
@@ -83,12 +83,12 @@ def load_text_model(
         if not with_mtp:
             entries = {name: entry for name, entry in entries.items() if not name.startswith(_MTP_PREFIX)}
         model = HybridModel(config, _num_mtp_layers(entries), dtype=dtype, device=device)
-        slots = dict(_slots(model, fused))
+        slots = dict(file_slots(model, fused))
         _check(entries, slots, config)
         for name, entry in entries.items():
             if name in slots:
-                scale_name = _scale_name(name)
-                scale = files[entries[scale_name].file].get_tensor(scale_name) if entry.dtype == _FP8 else None
+                scales = scale_name(name)
+                scale = files[entries[scales].file].get_tensor(scales) if entry.dtype == _FP8 else None
                 _fill(slots[name], files[entry.file].get_tensor(name), scale, config.quant_block)
     return model
 
@@ -101,7 +101,7 @@ def export_text_state(model: HybridModel, dtype: torch.dtype = torch.bfloat16) -
     """
     return {
         name: slot.target.detach().to("cpu", torch.float32 if _is_router(name) else dtype, copy=True).contiguous()
-        for name, slot in _slots(model, None)
+        for name, slot in file_slots(model, None)
     }
 
 
@@ -146,14 +146,14 @@ def _num_mtp_layers(entries: dict[str, _Entry]) -> int:
     return max(indices, default=-1) + 1
 
 
-def _check(entries: dict[str, _Entry], slots: dict[str, _Slot], config: TextConfig) -> None:
+def _check(entries: dict[str, _Entry], slots: dict[str, FileSlot], config: TextConfig) -> None:
     """Compare the headers with what the model needs, before any tensor is read."""
     needed = {name: tuple(slot.target.shape) for name, slot in slots.items()}
     dtypes = []
     for name, slot in slots.items():
         entry = entries.get(name)
         if entry is not None and entry.dtype == _FP8 and config.quant_block is not None and len(entry.shape) == 2:
-            needed[_scale_name(name)] = _scale_shape(slot, config.quant_block)
+            needed[scale_name(name)] = scale_shape(slot, config.quant_block)
         elif entry is not None and entry.dtype not in _PLAIN_DTYPES:
             dtypes.append(f"{name} ({entry.dtype})")
     shapes = [
@@ -177,11 +177,13 @@ def _shown(names: list[str]) -> str:
     return ", ".join(names[:_NUM_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _scale_name(name: str) -> str:
+def scale_name(name: str) -> str:
+    """Return the name of an fp8 tensor's scales."""
     return f"{name}_scale_inv"
 
 
-def _scale_shape(slot: _Slot, block: tuple[int, int]) -> tuple[int, int]:
+def scale_shape(slot: FileSlot, block: tuple[int, int]) -> tuple[int, int]:
+    """Return the shape of a slot's scales; blocks start anew at each shard."""
     rows, columns = slot.target.shape
     shard_rows = rows // slot.num_shards
     return slot.num_shards * -(-shard_rows // block[0]), -(-columns // block[1])
@@ -192,7 +194,7 @@ def _is_router(name: str) -> bool:
 
 
 @torch.no_grad()
-def _fill(slot: _Slot, value: Tensor, scale: Tensor | None, block: tuple[int, int] | None) -> None:
+def _fill(slot: FileSlot, value: Tensor, scale: Tensor | None, block: tuple[int, int] | None) -> None:
     if scale is not None:
         assert block is not None
         value = dequantize(value, scale, block=block, num_shards=slot.num_shards)
@@ -202,65 +204,65 @@ def _fill(slot: _Slot, value: Tensor, scale: Tensor | None, block: tuple[int, in
     slot.target.copy_(value)
 
 
-def _slots(model: HybridModel, fused: Literal["interleaved", "plain"] | None) -> Iterator[tuple[str, _Slot]]:
+def file_slots(model: HybridModel, fused: Literal["interleaved", "plain"] | None) -> Iterator[tuple[str, FileSlot]]:
     """Yield (file name, slot) of every tensor. `fused` None means q, k, v apart."""
-    yield "model.embed_tokens.weight", _Slot(model.embed_tokens)
+    yield "model.embed_tokens.weight", FileSlot(model.embed_tokens)
     for i, layer in enumerate(model.layers):
         assert isinstance(layer, DecoderLayer)
         prefix = f"model.layers.{i}"
-        yield f"{prefix}.input_layernorm.weight", _Slot(layer.input_layernorm.weight)
+        yield f"{prefix}.input_layernorm.weight", FileSlot(layer.input_layernorm.weight)
         yield from _attention_slots(f"{prefix}.self_attn", layer.self_attn, model.config, fused)
-        yield f"{prefix}.post_attention_layernorm.weight", _Slot(layer.post_attention_layernorm.weight)
+        yield f"{prefix}.post_attention_layernorm.weight", FileSlot(layer.post_attention_layernorm.weight)
         if isinstance(layer.mlp, Moe):
             yield from _moe_slots(f"{prefix}.mlp", layer.mlp)
         else:
             yield from _mlp_slots(f"{prefix}.mlp", layer.mlp)
-    yield "model.norm.weight", _Slot(model.norm.weight)
-    yield "lm_head.weight", _Slot(model.lm_head)
+    yield "model.norm.weight", FileSlot(model.norm.weight)
+    yield "lm_head.weight", FileSlot(model.lm_head)
     for k, head in enumerate(model.mtp):
         assert isinstance(head, MtpHead)
         prefix = f"{_MTP_PREFIX}layers.{k}"
-        yield f"{prefix}.enorm.weight", _Slot(head.enorm.weight)
-        yield f"{prefix}.hnorm.weight", _Slot(head.hnorm.weight)
-        yield f"{prefix}.eh_proj.weight", _Slot(head.eh_proj)
-        yield f"{prefix}.input_layernorm.weight", _Slot(head.input_layernorm.weight)
+        yield f"{prefix}.enorm.weight", FileSlot(head.enorm.weight)
+        yield f"{prefix}.hnorm.weight", FileSlot(head.hnorm.weight)
+        yield f"{prefix}.eh_proj.weight", FileSlot(head.eh_proj)
+        yield f"{prefix}.input_layernorm.weight", FileSlot(head.input_layernorm.weight)
         yield from _attention_slots(f"{prefix}.self_attn", head.self_attn, model.config, fused)
-        yield f"{prefix}.pre_mlp_layernorm.weight", _Slot(head.pre_mlp_layernorm.weight)
+        yield f"{prefix}.pre_mlp_layernorm.weight", FileSlot(head.pre_mlp_layernorm.weight)
         yield from _mlp_slots(f"{prefix}.mlp", head.mlp)
-        yield f"{prefix}.final_layernorm.weight", _Slot(head.final_layernorm.weight)
+        yield f"{prefix}.final_layernorm.weight", FileSlot(head.final_layernorm.weight)
 
 
 def _attention_slots(
     prefix: str, attention: Attention, config: TextConfig, fused: Literal["interleaved", "plain"] | None
-) -> Iterator[tuple[str, _Slot]]:
+) -> Iterator[tuple[str, FileSlot]]:
     rows = attention.layer.qkv_rows
     if fused == "interleaved":
         shards = config.num_qkv_shards
         shard_rows = rows[0] // shards, rows[1] // shards, rows[2] // shards
-        yield f"{prefix}.qkv_proj.weight", _Slot(attention.qkv_proj, num_shards=shards, shard_rows=shard_rows)
+        yield f"{prefix}.qkv_proj.weight", FileSlot(attention.qkv_proj, num_shards=shards, shard_rows=shard_rows)
     elif fused == "plain":
-        yield f"{prefix}.qkv_proj.weight", _Slot(attention.qkv_proj)
+        yield f"{prefix}.qkv_proj.weight", FileSlot(attention.qkv_proj)
     else:
         for kind, part in zip("qkv", torch.split(attention.qkv_proj.detach(), list(rows)), strict=True):
-            yield f"{prefix}.{kind}_proj.weight", _Slot(part)
-    yield f"{prefix}.o_proj.weight", _Slot(attention.o_proj)
+            yield f"{prefix}.{kind}_proj.weight", FileSlot(part)
+    yield f"{prefix}.o_proj.weight", FileSlot(attention.o_proj)
     if attention.sink is not None:
-        yield f"{prefix}.attention_sink_bias", _Slot(attention.sink)
+        yield f"{prefix}.attention_sink_bias", FileSlot(attention.sink)
 
 
-def _mlp_slots(prefix: str, mlp: DenseMlp) -> Iterator[tuple[str, _Slot]]:
+def _mlp_slots(prefix: str, mlp: DenseMlp) -> Iterator[tuple[str, FileSlot]]:
     yield from _swiglu_slots(prefix, mlp.gate_up.detach(), mlp.down.detach())
 
 
-def _moe_slots(prefix: str, moe: Moe) -> Iterator[tuple[str, _Slot]]:
-    yield f"{prefix}.gate.weight", _Slot(moe.router)
-    yield f"{prefix}.gate.e_score_correction_bias", _Slot(moe.correction_bias)
+def _moe_slots(prefix: str, moe: Moe) -> Iterator[tuple[str, FileSlot]]:
+    yield f"{prefix}.gate.weight", FileSlot(moe.router)
+    yield f"{prefix}.gate.e_score_correction_bias", FileSlot(moe.correction_bias)
     for e, (gate_up, down) in enumerate(zip(moe.gate_up.detach(), moe.down.detach(), strict=True)):
         yield from _swiglu_slots(f"{prefix}.experts.{e}", gate_up, down)
 
 
-def _swiglu_slots(prefix: str, gate_up: Tensor, down: Tensor) -> Iterator[tuple[str, _Slot]]:
+def _swiglu_slots(prefix: str, gate_up: Tensor, down: Tensor) -> Iterator[tuple[str, FileSlot]]:
     gate, up = gate_up.chunk(2)
-    yield f"{prefix}.gate_proj.weight", _Slot(gate)
-    yield f"{prefix}.up_proj.weight", _Slot(up)
-    yield f"{prefix}.down_proj.weight", _Slot(down)
+    yield f"{prefix}.gate_proj.weight", FileSlot(gate)
+    yield f"{prefix}.up_proj.weight", FileSlot(up)
+    yield f"{prefix}.down_proj.weight", FileSlot(down)

@@ -14,17 +14,19 @@ from epd.model.config import LayerConfig
 class PagedCache:
     """Key and value pages of the given layers, and the page tables of any number of sequences."""
 
-    def __init__(self, layers: list[LayerConfig], *, page_size: int, num_pages: int, seed: int = 0) -> None:
+    def __init__(
+        self, layers: list[LayerConfig], *, page_size: int, num_pages: int, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.page_size = page_size
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         for layer in layers:
             shape = num_pages, page_size, layer.num_kv_heads
-            self._keys[layer.index] = torch.full((*shape, layer.qk_dim), torch.nan)
-            self._values[layer.index] = torch.full((*shape, layer.v_dim), torch.nan)
+            self._keys[layer.index] = torch.full((*shape, layer.qk_dim), torch.nan, dtype=dtype)
+            self._values[layer.index] = torch.full((*shape, layer.v_dim), torch.nan, dtype=dtype)
         self._window_layers = [layer.index for layer in layers if layer.is_window]
         self._reach = max((layer.window_left for layer in layers if layer.window_left is not None), default=0)
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(0)
         self._free_full = torch.randperm(num_pages, generator=generator).tolist()
         self._free_window = torch.randperm(num_pages, generator=generator).tolist()
         self.num_tokens: dict[str, int] = {}

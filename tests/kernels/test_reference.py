@@ -161,6 +161,16 @@ def test_paged_long_prompt_in_query_blocks() -> None:
         torch.testing.assert_close(torch.cat(parts[j]), expected, atol=1e-5, rtol=1e-4)
 
 
+def test_paged_rounds_what_it_stores_and_nothing_else() -> None:
+    cache = PagedCache(LAYERS, page_size=4, num_pages=10, dtype=torch.bfloat16)
+    cache.admit("a")
+    q, k, v = random_qkv(12)
+    out = cache.attention(cache.extend("a", 12)).attend(LAYERS[1].attention, q, k, v, SINK)
+    expected = DenseAttention([12]).attend(LAYERS[1].attention, q, k.bfloat16().float(), v.bfloat16().float(), SINK)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, expected)
+
+
 def test_paged_leaves_full_pages_alone_when_told() -> None:
     cache = PagedCache(LAYERS, page_size=4, num_pages=10)
     cache.admit("a")

@@ -93,6 +93,7 @@ def test_quantisation_is_read() -> None:
         ("moe_layer_freq", 1),
         ("sliding_window", 32),
         ("num_key_value_heads", 3),
+        ("swa_num_key_value_heads", 1),
         ("partial_rotary_factor", 0.32),
         ("n_group", 3),
         ("num_experts_per_tok", 9),
