@@ -128,6 +128,7 @@ class KvTransfer(msgspec.Struct, frozen=True, kw_only=True, tag="kv"):
     Tensors, in this order: for each full-attention layer K `[full pages, P, heads, 192]` and V `[.., 128]` of the pages from
     `first_full_page` on; then for each window layer (MTP heads last) K and V of the live window's pages only, from
     `first_window_page` on. `incarnation` is the decode process the prefill side was told to send to; any other refuses.
+    `timings` are the prefill worker's, for the decode worker's `Finish`.
     """
 
     request_id: str
@@ -144,6 +145,7 @@ class KvTransfer(msgspec.Struct, frozen=True, kw_only=True, tag="kv"):
     cached_tokens: int
     healed_tokens: int
     layout_fingerprint: str
+    timings: dict[str, float] = {}
 
 
 class KvRefused(msgspec.Struct, frozen=True, kw_only=True, tag="kv_refused"):

@@ -1,0 +1,48 @@
+"""Who a worker is, and what its KV depends on."""
+
+import json
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from epd.kv.layout import KvLayout
+from epd.types import Role
+
+# Of a weight file only its size and both ends are read: reading hundreds of GB at start would cost minutes.
+_SAMPLE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerIdentity:
+    """`incarnation` is new with every start. `key_seed` begins every chain of page keys."""
+
+    name: str
+    role: Role
+    model: str
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    page_size: int
+    key_seed: bytes
+    incarnation: str
+
+
+def new_incarnation() -> str:
+    return uuid.uuid4().hex
+
+
+def kv_fingerprint(model_dir: Path, layout: KvLayout, *, dtype: str) -> str:
+    """32 hex digits over the weights, the configuration and the KV layout: equal means KV may be exchanged."""
+    digest = xxhash.xxh3_128()
+    config = json.loads((model_dir / "config.json").read_text())
+    for part in (json.dumps(config, sort_keys=True), layout.identity, dtype):
+        digest.update(part.encode())
+    for path in sorted(model_dir.glob("*.safetensors")):
+        size_bytes = path.stat().st_size
+        digest.update(f"{path.name}:{size_bytes}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_SAMPLE_BYTES))
+            file.seek(max(0, size_bytes - _SAMPLE_BYTES))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,312 @@
+"""The step of a worker: receive -> admit -> plan -> run -> commit -> reply."""
+
+import logging
+import threading
+from dataclasses import asdict
+
+from epd.cache.prefix import PrefixCache
+from epd.engine.clock import Clock
+from epd.engine.desk import HandoffDesk, Outcome, Ready, Refused
+from epd.engine.handoff import KvMover, size_bytes
+from epd.engine.identity import WorkerIdentity
+from epd.engine.peers import PeerWatch
+from epd.engine.plan import Failure, HeldTransfer, StepPlan
+from epd.engine.runner import Runner
+from epd.engine.scheduler import Scheduler, page_table
+from epd.engine.sequence import Sequence, key_chain
+from epd.transport.base import Endpoint, Message, Peer, PeerUnreachable, Received
+from epd.types import (
+    Abort,
+    ExpectKv,
+    Finish,
+    FinishReason,
+    GenerateRequest,
+    Hello,
+    KvRefused,
+    KvTransfer,
+    Role,
+    Submit,
+    Usage,
+    WorkerInfo,
+)
+
+logger = logging.getLogger(__name__)
+
+# How long an idle worker sleeps between looks at deadlines and silent gateways; a message wakes it at once.
+_IDLE_WAIT_S = 0.2
+# When work is there but nothing can be planned (pages are held for a moment): no busy loop.
+_STALLED_WAIT_S = 0.002
+
+
+class EngineLoop:
+    """One worker's thread of control; all below it is single-threaded. `stop` and `drain` may come from outside."""
+
+    def __init__(
+        self,
+        *,
+        identity: WorkerIdentity,
+        endpoint: Endpoint,
+        scheduler: Scheduler,
+        runner: Runner,
+        mover: KvMover,
+        cache: PrefixCache,
+        clock: Clock,
+        peer_timeout_s: float,
+        max_waiting: int,
+    ) -> None:
+        self._identity = identity
+        self._endpoint = endpoint
+        self._scheduler = scheduler
+        self._runner = runner
+        self._mover = mover
+        self._cache = cache
+        self._clock = clock
+        self._desk = HandoffDesk(orphan_timeout_s=peer_timeout_s, max_orphans=max_waiting)
+        self._peers = PeerWatch(timeout_s=peer_timeout_s)
+        self._stop = threading.Event()
+        self._drain = threading.Event()
+        self._plan = StepPlan()
+        self._handoff_bytes = 0
+        self._failed_steps = 0
+
+    def run(self) -> None:
+        """Step until `stop`, or until a drain has finished. This is the outermost loop of a worker: a step that raises
+        ends the requests it was about and the worker goes on."""
+        wait_s = 0.0
+        while not self._stop.is_set():
+            try:
+                wait_s = self.step(wait_s)
+            except Exception:
+                logger.exception("a step failed; ending its %d requests", len(self._plan.request_ids))
+                self._fail_step()
+            if self._scheduler.is_draining and self._scheduler.is_idle:
+                return
+
+    def stop(self) -> None:
+        """End `run` after the step at hand. Any thread or signal handler."""
+        self._stop.set()
+        self._endpoint.wake()
+
+    def drain(self) -> None:
+        """Finish what runs, refuse the rest as retryable, then end `run`. Any thread or signal handler."""
+        self._drain.set()
+        self._endpoint.wake()
+
+    def step(self, wait_s: float = 0.0) -> float:
+        """One step; returns how long the next one may wait for a message."""
+        received = self._endpoint.receive(wait_s)
+        self._admit(received)
+        self._plan = self._scheduler.plan()
+        if not self._plan.is_empty:
+            result = self._runner.run(self._plan)
+            self._scheduler.commit(self._plan, result)
+        self._hand_over()
+        self._reply()
+        if self._scheduler.is_idle:
+            return _IDLE_WAIT_S
+        return _STALLED_WAIT_S if self._plan.is_empty else 0.0
+
+    def check(self) -> None:
+        """Raise PageStateError unless the books balance; with nothing running nothing may be leased."""
+        self._cache.check()
+
+    # -- receive and admit ----------------------------------------------------------------------------------------
+
+    def _admit(self, received: list[Received]) -> None:
+        if self._drain.is_set() and not self._scheduler.is_draining:
+            self._begin_drain()
+        now_s = self._clock.monotonic_s()
+        for item in received:
+            if item.peer.address is None:
+                self._peers.heard(item.peer, now_s)
+            self._dispatch(item)
+        for peer in self._peers.take_silent(now_s):
+            self._drop_peer(peer, "fell silent")
+        self._desk.expire(now_s, self._clock.unix_s())
+
+    def _dispatch(self, item: Received) -> None:
+        match item.message:
+            case Submit():
+                self._submit(item.peer, item.message)
+            case Abort(request_id=request_id):
+                self._abort(item.peer, request_id)
+            case Hello(sequence=sequence):
+                self._send(item.peer, self._info(sequence))
+            case ExpectKv(request=request):
+                self._expect(item.peer, request)
+            case KvTransfer():
+                self._arrive(item.peer, HeldTransfer(item.message, item.tensors))
+            case KvRefused(request_id=request_id, message=message):
+                logger.warning("decode worker %s refused the KV of %s: %s", item.peer, request_id, message)
+            case _:
+                logger.warning("peer %s sent a %s, which is not for workers", item.peer, type(item.message).__name__)
+
+    def _submit(self, peer: Peer, message: Submit) -> None:
+        request, role = message.request, self._identity.role
+        if role is Role.DECODE or (role is Role.PREFILL) != (message.decode_address is not None):
+            self._refuse(
+                peer, request, f"a {role} worker cannot take a prompt for decode worker {message.decode_address}"
+            )
+            return
+        if request.request_id in self._scheduler:
+            logger.warning("request %s was submitted twice; the second is ignored", request.request_id)
+            return
+        if message.decode_address is not None:
+            self._endpoint.connect(message.decode_address)
+        sequence = self._sequence(peer, request)
+        sequence.decode_address = message.decode_address
+        sequence.decode_incarnation = message.decode_incarnation
+        self._scheduler.submit(sequence)
+
+    def _expect(self, peer: Peer, request: GenerateRequest) -> None:
+        if self._identity.role is not Role.DECODE:
+            self._refuse(peer, request, f"a {self._identity.role} worker takes no KV from others")
+        elif self._scheduler.is_draining:
+            self._end(peer, request, Failure(503, "draining", "this worker is shutting down", retryable=True))
+        else:
+            self._settle(self._desk.expect(request, peer, self._clock.monotonic_s()))
+
+    def _arrive(self, peer: Peer, held: HeldTransfer) -> None:
+        transfer = held.transfer
+        refusal = self._mover.refusal(held, max_first_window_page=self._cache.window_frontier(transfer.num_tokens))
+        if transfer.incarnation != self._identity.incarnation:
+            refusal = f"KV was sent to incarnation {transfer.incarnation}, this is {self._identity.incarnation}"
+        elif self._identity.role is not Role.DECODE:
+            refusal = f"a {self._identity.role} worker takes no KV from others"
+        if refusal is not None:
+            logger.warning("refusing the KV of %s: %s", transfer.request_id, refusal)
+            self._send(peer, KvRefused(request_id=transfer.request_id, message=refusal))
+        self._handoff_bytes += size_bytes(held)
+        self._settle(self._desk.arrive(held, refusal, self._clock.monotonic_s()))
+
+    def _settle(self, outcome: Outcome) -> None:
+        match outcome:
+            case Ready(expected=expected, held=held):
+                sequence = self._sequence(expected.peer, expected.request)
+                if held.transfer.num_tokens != sequence.num_prompt:
+                    message = f"KV of {held.transfer.num_tokens} tokens came for a prompt of {sequence.num_prompt}"
+                    self._end(expected.peer, expected.request, Failure(500, "kv_mismatch", message, retryable=True))
+                    return
+                self._scheduler.submit_transfer(sequence, held)
+            case Refused(expected=expected, message=None):
+                self._end(expected.peer, expected.request, None)
+            case Refused(expected=expected, message=str(message)):
+                self._end(expected.peer, expected.request, Failure(503, "kv_refused", message, retryable=True))
+
+    def _abort(self, peer: Peer, request_id: str) -> None:
+        if request_id in self._scheduler:
+            self._scheduler.abort(request_id)
+        elif self._identity.role is Role.DECODE:
+            owner = self._desk.owner(request_id)
+            self._desk.abort(request_id, self._clock.monotonic_s(), by_gateway=owner is None or owner == peer)
+
+    def _begin_drain(self) -> None:
+        logger.info("draining: %d running, %d waiting", self._scheduler.num_running, self._scheduler.num_waiting)
+        self._scheduler.drain()
+        failure = Failure(503, "draining", "this worker is shutting down", retryable=True)
+        for expected in self._desk.take_all(self._clock.monotonic_s()):
+            self._end(expected.peer, expected.request, failure)
+
+    def _drop_peer(self, peer: Peer, why: str) -> None:
+        logger.warning("gateway %s %s; its requests are dropped", peer, why)
+        self._peers.forget(peer)
+        self._scheduler.drop_peer(peer)
+        self._desk.drop_peer(peer, self._clock.monotonic_s())
+
+    def _sequence(self, peer: Peer, request: GenerateRequest) -> Sequence:
+        chain = key_chain(request, page_size=self._identity.page_size, seed=self._identity.key_seed)
+        return Sequence(request=request, peer=peer, chain=chain, arrival_s=self._clock.monotonic_s())
+
+    # -- hand over and reply --------------------------------------------------------------------------------------
+
+    def _hand_over(self) -> None:
+        for sequence in self._scheduler.take_handoffs():
+            self._scheduler.handed_over(sequence, self._send_kv(sequence))
+
+    def _send_kv(self, sequence: Sequence) -> Failure | None:
+        """Send the prompt's KV to the decode worker; a Failure when it cannot be reached."""
+        assert sequence.decode_address is not None
+        held = self._mover.transfer(
+            page_table(sequence),
+            request_id=sequence.request_id,
+            incarnation=sequence.decode_incarnation or "",
+            num_tokens=sequence.num_prompt,
+            first_token=sequence.token_ids[-1],
+            first_window_page=self._cache.window_frontier(sequence.num_prompt),
+            cached_tokens=sequence.num_cached_tokens,
+            healed_tokens=sequence.num_healed_tokens,
+            timings=sequence.timings(self._clock.monotonic_s()),
+        )
+        try:
+            self._endpoint.send_to(sequence.decode_address, held.transfer, held.tensors)
+        except PeerUnreachable as error:
+            return Failure(503, "decode_unreachable", str(error), retryable=True)
+        self._handoff_bytes += size_bytes(held)
+        return None
+
+    def _reply(self) -> None:
+        for reply in self._scheduler.take_replies():
+            self._send(reply.peer, reply.message)
+
+    def _send(self, peer: Peer, message: Message) -> None:
+        """Send, or drop the requests of a gateway that cannot be reached: its streams have a hole now."""
+        try:
+            self._endpoint.send(peer, message)
+        except PeerUnreachable as error:
+            logger.warning("%s", error)
+            if peer.address is None:
+                self._drop_peer(peer, "cannot be reached")
+
+    def _refuse(self, peer: Peer, request: GenerateRequest, message: str) -> None:
+        self._end(peer, request, Failure(500, "wrong_role", message))
+
+    def _end(self, peer: Peer, request: GenerateRequest, failure: Failure | None) -> None:
+        """The Finish of a request the scheduler never had. Without a failure it was cancelled."""
+        finish = Finish(
+            request_id=request.request_id,
+            reason=FinishReason.CANCELLED if failure is None else FinishReason.FAILED,
+            usage=Usage(prompt_tokens=len(request.token_ids), completion_tokens=0),
+            status=200 if failure is None else failure.status,
+            code="" if failure is None else failure.code,
+            message="" if failure is None else failure.message,
+            retryable=failure is not None and failure.retryable,
+        )
+        self._send(peer, finish)
+
+    def _fail_step(self) -> None:
+        """After a step that raised: end the requests of its plan, and tell their gateways."""
+        self._failed_steps += 1
+        failure = Failure(500, "step_failed", "the worker failed while computing this request; its log says why")
+        self._scheduler.fail(self._plan.request_ids, failure)
+        self._plan = StepPlan()
+        self._reply()
+
+    def _info(self, sequence: int) -> WorkerInfo:
+        stats, identity = self._cache.stats(), self._identity
+        counters = {name: float(value) for name, value in asdict(self._scheduler.counters).items()}
+        counters |= {
+            "handoff_bytes": float(self._handoff_bytes),
+            "dropped_transfers": float(self._desk.num_dropped),
+            "dropped_messages": float(self._endpoint.num_dropped),
+            "failed_steps": float(self._failed_steps),
+            "lookup_tokens": float(stats.num_lookup_tokens),
+            "hit_tokens": float(stats.num_hit_tokens),
+        }
+        return WorkerInfo(
+            sequence=sequence,
+            worker=identity.name,
+            incarnation=identity.incarnation,
+            role=identity.role,
+            address=self._endpoint.address,
+            model=identity.model,
+            max_context_tokens=identity.max_context_tokens,
+            eos_token_ids=identity.eos_token_ids,
+            num_waiting=self._scheduler.num_waiting + self._desk.num_orphans,
+            num_running=self._scheduler.num_running,
+            full_pages_free=stats.full.free + stats.full.evictable,
+            full_pages_total=stats.full.total,
+            window_pages_free=stats.window.free + stats.window.evictable,
+            window_pages_total=stats.window.total,
+            ready=not self._drain.is_set(),
+            counters=counters,
+        )

@@ -1,0 +1,24 @@
+"""Which gateways are alive: a gateway that has requests here must say something every now and then."""
+
+from epd.transport.base import Peer
+
+
+class PeerWatch:
+    """Times are monotonic seconds passed in."""
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._heard_s: dict[Peer, float] = {}
+
+    def heard(self, peer: Peer, now_s: float) -> None:
+        self._heard_s[peer] = now_s
+
+    def forget(self, peer: Peer) -> None:
+        self._heard_s.pop(peer, None)
+
+    def take_silent(self, now_s: float) -> list[Peer]:
+        """Forget and return the peers that have been silent for longer than the timeout."""
+        silent = [peer for peer, heard_s in self._heard_s.items() if now_s - heard_s > self._timeout_s]
+        for peer in silent:
+            del self._heard_s[peer]
+        return silent

@@ -1,0 +1,126 @@
+"""Where every request of a worker is, and how it leaves: with exactly one Finish.
+
+waiting    in line for pages            arrived    KV in host memory, in line for pages
+running    has pages, in order of       handoffs   prompt computed, KV about to be sent to a decode worker
+           admission
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from epd.engine.clock import Clock
+from epd.engine.plan import Failure, HeldTransfer
+from epd.engine.queue import WaitingQueue
+from epd.engine.sequence import Sequence
+from epd.transport.base import Message, Peer
+from epd.types import Abort, Finish, FinishReason
+
+# Tokens of prompt that one second of waiting is worth.
+_CREDIT_TOKENS_PER_S = 2000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    peer: Peer
+    message: Message
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start; `batched_sequences / steps` is the mean batch."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    batched_sequences: int = 0
+    largest_batch: int = 0
+    retractions: int = 0
+    imports: int = 0
+    finished: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    sequence: Sequence
+    held: HeldTransfer
+
+
+class Roster:
+    """The scheduler's sequences and what is to be said about them."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.waiting = WaitingQueue(credit_tokens_per_s=_CREDIT_TOKENS_PER_S)
+        self.arrived: deque[Arrived] = deque()
+        self.running: dict[str, Sequence] = {}
+        self.handoffs: dict[str, Sequence] = {}
+        self.counters = Counters()
+        self._clock = clock
+        self._replies: list[Reply] = []
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self.running.values()
+        yield from self.waiting
+        yield from (arrived.sequence for arrived in self.arrived)
+        yield from self.handoffs.values()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self.arrived)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.running or self.waiting or self.arrived or self.handoffs)
+
+    def find(self, request_id: str) -> Sequence | None:
+        return next((sequence for sequence in self if sequence.request_id == request_id), None)
+
+    def reply(self, peer: Peer, message: Message) -> None:
+        self._replies.append(Reply(peer, message))
+
+    def take_replies(self) -> list[Reply]:
+        replies, self._replies = self._replies, []
+        return replies
+
+    def fail(self, sequence: Sequence, failure: Failure) -> None:
+        """End the request without an answer."""
+        self.counters.failed += 1
+        self.finish(sequence, FinishReason.FAILED, failure=failure)
+
+    def finish(
+        self, sequence: Sequence, reason: FinishReason, *, failure: Failure | None = None, num_unsent: int = 0
+    ) -> None:
+        """End the request. `num_unsent` counts a stop token, which is generated but not part of the answer."""
+        self.counters.finished += 1
+        self.release(sequence, keep=reason in (FinishReason.STOP, FinishReason.LENGTH))
+        finish = Finish(
+            request_id=sequence.request_id,
+            reason=reason,
+            usage=sequence.usage(num_unsent=num_unsent),
+            status=200 if failure is None else failure.status,
+            code="" if failure is None else failure.code,
+            message="" if failure is None else failure.message,
+            retryable=failure is not None and failure.retryable,
+            timings=sequence.timings(self._clock.monotonic_s()),
+        )
+        self.reply(sequence.peer, finish)
+
+    def release(self, sequence: Sequence, *, keep: bool) -> None:
+        """Take the sequence out of everything. `keep` leaves its end in the tree for the next turn to resume from."""
+        request_id = sequence.request_id
+        if request_id in self.waiting:
+            self.waiting.remove(request_id)
+        self.running.pop(request_id, None)
+        self.handoffs.pop(request_id, None)
+        self.arrived = deque(arrived for arrived in self.arrived if arrived.sequence is not sequence)
+        if sequence.pages is not None:
+            if keep:
+                sequence.pages.finish()
+            else:
+                sequence.pages.abort()
+            sequence.pages = None
+        if sequence.decode_address is not None:
+            # The decode worker expects KV that will not come.
+            self.reply(Peer(b"", sequence.decode_address), Abort(request_id=request_id))

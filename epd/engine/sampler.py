@@ -1,0 +1,79 @@
+"""Logits to tokens. A row's draw depends on its own logits, its seed and its output position, never on its batch.
+
+Shape letters: S sequences that need a token, V vocabulary.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch import Tensor
+
+from epd.types import SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """What one row is sampled for: output position `index` of the whole answer."""
+
+    sampling: SamplingParams
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+def sample(logits_SV: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | None]:
+    """One token per row of fp32 logits; None where a row holds a NaN or an infinity: that would be noise."""
+    if not rows:
+        return []
+    finite = torch.isfinite(logits_SV).all(dim=-1).tolist()
+    greedy = logits_SV.argmax(dim=-1).tolist()
+    sampled: list[SampledToken | None] = []
+    for position, row in enumerate(rows):
+        if not finite[position]:
+            sampled.append(None)
+            continue
+        logits_V = logits_SV[position]
+        token_id = greedy[position] if row.sampling.temperature == 0 else _draw(logits_V, row)
+        sampled.append(SampledToken(token_id, _logprob(logits_V, token_id, row.sampling.top_logprobs)))
+    return sampled
+
+
+def uniform(seed: int, index: int) -> float:
+    """A number in [0, 1) fixed by the seed and the output position: the generator a retry can repeat."""
+    counter = struct.pack("<QQ", seed & 0xFFFF_FFFF_FFFF_FFFF, index)
+    return (xxhash.xxh3_64_intdigest(counter) >> 11) * 2.0**-53
+
+
+def _draw(logits_V: Tensor, row: SampleRow) -> int:
+    """Inverse transform over the tokens that top_k and then top_p leave, most probable first.
+
+    top_p keeps the shortest run of most probable tokens whose mass reaches it; the most probable one always stays.
+    """
+    sampling = row.sampling
+    num_kept = logits_V.shape[0] if sampling.top_k is None else min(sampling.top_k, logits_V.shape[0])
+    top_V, ids_V = torch.topk(logits_V, num_kept) if num_kept < logits_V.shape[0] else logits_V.sort(descending=True)
+    mass_V = torch.softmax(top_V.double() / sampling.temperature, dim=-1).cumsum(dim=-1)
+    if sampling.top_p < 1.0:
+        # The first position whose cumulative mass reaches top_p is the last one kept.
+        last = int(torch.searchsorted(mass_V, torch.tensor(sampling.top_p, dtype=mass_V.dtype, device=mass_V.device)))
+        mass_V = mass_V[: last + 1]
+    target = mass_V[-1] * uniform(sampling.seed, row.index)
+    chosen = int(torch.searchsorted(mass_V, target, right=True))
+    return int(ids_V[min(chosen, mass_V.shape[0] - 1)])
+
+
+def _logprob(logits_V: Tensor, token_id: int, num_top: int | None) -> TokenLogprob | None:
+    """Log-probabilities of the model itself, before temperature and cuts."""
+    if num_top is None:
+        return None
+    logprob_V = torch.log_softmax(logits_V, dim=-1)
+    values, ids = torch.topk(logprob_V, min(num_top, logprob_V.shape[0]))
+    top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    return TokenLogprob(token_id=token_id, logprob=float(logprob_V[token_id]), top=top)

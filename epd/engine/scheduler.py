@@ -1,0 +1,399 @@
+"""What runs next. Decides in `plan`, applies in `commit`, and alone moves a Sequence.
+
+    waiting --admit--> running --commit--> ... --> one Finish
+       ^                  |
+       +----- retract ----+      when a pool is short: the latest admitted goes back, the earliest never does
+
+Every decoding sequence runs in every step; prompts share what is left of the token budget, in order of admission. The
+earliest admitted sequence may take every page there is, and `Limits` made sure that it fits alone: so some request
+always ends, and with it the shortage.
+"""
+
+import logging
+from dataclasses import dataclass
+
+from epd.cache.prefix import PrefixCache
+from epd.engine.admission import Limits, refusal
+from epd.engine.clock import Clock
+from epd.engine.plan import (
+    Failure,
+    HeldTransfer,
+    KvImport,
+    PageTable,
+    SequenceStep,
+    StepOutcome,
+    StepPlan,
+    StepResult,
+)
+from epd.engine.roster import Arrived, Counters, Reply, Roster
+from epd.engine.sampler import SampledToken
+from epd.engine.sequence import Sequence
+from epd.kv.errors import NoPages
+from epd.transport.base import Peer
+from epd.types import FinishReason, Role, TokenDelta
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    role: Role
+    limits: Limits
+    eos_token_ids: frozenset[int]
+    page_size: int
+    chunk_tokens: int
+    max_running: int
+
+
+class Scheduler:
+    """Every request a worker has taken, from `submit` to its Finish. Single-threaded, like the cache it plans with."""
+
+    def __init__(self, config: SchedulerConfig, cache: PrefixCache, clock: Clock) -> None:
+        self._config = config
+        self._cache = cache
+        self._clock = clock
+        self._roster = Roster(clock)
+        self._is_draining = False
+
+    @property
+    def counters(self) -> Counters:
+        return self._roster.counters
+
+    @property
+    def num_waiting(self) -> int:
+        return self._roster.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        return len(self._roster.running)
+
+    @property
+    def is_idle(self) -> bool:
+        return self._roster.is_empty
+
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
+    def __contains__(self, request_id: str) -> bool:
+        return self._roster.find(request_id) is not None
+
+    # -- taking requests ------------------------------------------------------------------------------------------
+
+    def submit(self, sequence: Sequence) -> None:
+        """Take a prompt to compute, or end it at once with the reason why not."""
+        failure = self._why_not(sequence)
+        if failure is not None:
+            self._roster.fail(sequence, failure)
+        else:
+            self._roster.waiting.put(sequence, self._num_compute(sequence))
+
+    def submit_transfer(self, sequence: Sequence, held: HeldTransfer) -> None:
+        """Take a sequence whose prompt another worker computed; its KV stays in host memory until it has pages."""
+        failure = self._why_not(sequence)
+        if failure is not None:
+            self._roster.fail(sequence, failure)
+            return
+        sequence.num_cached_tokens = held.transfer.cached_tokens
+        sequence.num_healed_tokens = held.transfer.healed_tokens
+        sequence.earlier_timings = dict(held.transfer.timings)
+        self._roster.arrived.append(Arrived(sequence, held))
+
+    def abort(self, request_id: str) -> None:
+        """End a request as cancelled. Unknown ids are ignored: they may have ended already."""
+        sequence = self._roster.find(request_id)
+        if sequence is not None:
+            self._roster.finish(sequence, FinishReason.CANCELLED)
+
+    def drop_peer(self, peer: Peer) -> None:
+        """Free everything of a gateway that is gone; nobody is there to be told."""
+        for sequence in [sequence for sequence in self._roster if sequence.peer == peer]:
+            self._roster.release(sequence, keep=False)
+
+    def drain(self) -> None:
+        """Finish what runs; what has not started is handed back as retryable, and so is all that comes."""
+        self._is_draining = True
+        not_started = [*self._roster.waiting, *(arrived.sequence for arrived in self._roster.arrived)]
+        for sequence in not_started:
+            if sequence.num_generated == 0:
+                self._roster.fail(sequence, _DRAINING)
+
+    def fail(self, request_ids: tuple[str, ...], failure: Failure) -> None:
+        """End these requests; used when a whole step failed."""
+        for request_id in request_ids:
+            sequence = self._roster.find(request_id)
+            if sequence is not None:
+                self._roster.fail(sequence, failure)
+
+    def take_replies(self) -> list[Reply]:
+        return self._roster.take_replies()
+
+    # -- planning -------------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan:
+        """The next step. Leases and reserves pages; no sequence advances before `commit`."""
+        self._expire()
+        steps: dict[str, SequenceStep] = {}
+        decoding = [sequence for sequence in self._roster.running.values() if sequence.is_decoding]
+        prefilling = [sequence for sequence in self._roster.running.values() if not sequence.is_decoding]
+        for sequence in decoding:
+            self._plan_step(sequence, 1, steps)
+        # Even with a full decode batch prompts get a page per step, so neither kind of work starves.
+        budget = max(self._config.chunk_tokens - len(steps), self._config.page_size)
+        for sequence in prefilling:
+            if budget > 0:
+                budget -= self._plan_step(sequence, budget, steps)
+        while budget > 0 and (admitted := self._admit_first()) is not None:
+            num_planned = self._plan_step(admitted, budget, steps)
+            if num_planned == 0:
+                break
+            budget -= num_planned
+        imports = self._plan_imports()
+        return StepPlan(tuple(steps.values()), imports)
+
+    def _plan_step(self, sequence: Sequence, budget: int, steps: dict[str, SequenceStep]) -> int:
+        """Add the sequence's next tokens to `steps`; returns how many, 0 if it has to wait for pages."""
+        if sequence.pages is None:
+            return 0
+        start = sequence.num_computed
+        stop = self._make_room(sequence, self._chunk_stop(sequence, budget), steps)
+        if stop is None:
+            return 0
+        steps[sequence.request_id] = SequenceStep(
+            request_id=sequence.request_id,
+            start=start,
+            token_ids=tuple(sequence.token_ids[start:stop]),
+            pages=page_table(sequence),
+            media=tuple(sequence.media_slices(start, stop)),
+            sample=sequence.sample_row() if stop == sequence.num_tokens else None,
+        )
+        return stop - start
+
+    def _chunk_stop(self, sequence: Sequence, budget: int) -> int:
+        """End of the next chunk: a page boundary, where a prefix can be shared, or the end of the tokens."""
+        stop = sequence.num_computed + min(budget, sequence.num_remaining)
+        aligned = stop // self._config.page_size * self._config.page_size
+        return stop if stop == sequence.num_tokens or aligned <= sequence.num_computed else aligned
+
+    def _make_room(self, sequence: Sequence, stop: int, steps: dict[str, SequenceStep]) -> int | None:
+        """Extend the sequence's pages to `stop` or, if pages are short, to less; None if no token fits now."""
+        assert sequence.pages is not None
+        while True:
+            try:
+                sequence.pages.extend(stop)
+            except NoPages as error:
+                smaller = self._chunk_stop(sequence, (stop - sequence.num_computed) // 2)
+                if sequence.num_computed < smaller < stop:
+                    stop = smaller
+                elif not self._retract_after(sequence, steps):
+                    if len(self._roster.running) == 1:
+                        self._roster.fail(sequence, _cannot_fit(sequence, error))
+                    return None
+            else:
+                return stop
+
+    def _retract_after(self, sequence: Sequence, steps: dict[str, SequenceStep]) -> bool:
+        """Put the latest admitted sequence back to waiting; False if that is `sequence` itself."""
+        victim = next(reversed(self._roster.running.values()))
+        if victim is sequence:
+            return False
+        assert victim.pages is not None
+        logger.info("retracting request %s at %d tokens: pages are short", victim.request_id, victim.num_computed)
+        steps.pop(victim.request_id, None)
+        del self._roster.running[victim.request_id]
+        victim.pages.finish()
+        victim.pages = None
+        victim.num_computed = 0
+        victim.num_retractions += 1
+        self.counters.retractions += 1
+        self._roster.waiting.put(victim, self._num_compute(victim))
+        return True
+
+    def _admit_first(self) -> Sequence | None:
+        """Give the first waiting sequence pages of its own if there is a place for it and what is running can go on."""
+        if len(self._roster.running) >= self._config.max_running:
+            return None
+        sequence = self._roster.waiting.first()
+        if sequence is None:
+            return None
+        keys, num_tokens = sequence.chain.keys, sequence.num_tokens
+        hit = self._cache.match(keys, num_tokens)
+        needed_full = -(-(num_tokens + 1) // self._config.page_size) - hit.num_tokens // self._config.page_size
+        needed_full += self._num_pages_to_come()
+        chunk = min(num_tokens - hit.num_tokens, self._config.page_size)
+        if self._roster.running and not self._cache.fits(
+            needed_full, -(-chunk // self._config.page_size), keys=keys, num_tokens=num_tokens
+        ):
+            return None
+        self._roster.waiting.remove(sequence.request_id)
+        sequence.pages = self._cache.begin(keys, num_tokens, max_cached_tokens=hit.num_tokens)
+        sequence.num_computed = sequence.pages.num_cached_tokens
+        if sequence.admitted_s is None:
+            sequence.admitted_s = self._clock.monotonic_s()
+            sequence.num_cached_tokens = sequence.num_computed
+        self.counters.cached_tokens += sequence.num_computed
+        self._roster.running[sequence.request_id] = sequence
+        return sequence
+
+    def _plan_imports(self) -> tuple[KvImport, ...]:
+        """Move arrived transfers to the device while there are places and pages. Retracted sequences go first."""
+        imports = []
+        while (
+            self._roster.arrived and not self._roster.waiting and len(self._roster.running) < self._config.max_running
+        ):
+            planned = self._plan_import(self._roster.arrived[0])
+            if planned is None:
+                break
+            imports.append(planned)
+        return tuple(imports)
+
+    def _plan_import(self, arrived: Arrived) -> KvImport | None:
+        sequence, transfer = arrived.sequence, arrived.held.transfer
+        pages = self._cache.begin(sequence.chain.keys, transfer.num_tokens, full_only=True)
+        num_shared_pages, running = len(pages.full_pages), self._roster.running
+        try:
+            window_start = self._cache.window_frontier(transfer.num_tokens)
+            needed_full, needed_window = pages.pages_needed(transfer.num_tokens, window_start=window_start)
+            if running and not self._cache.fits(needed_full + self._num_pages_to_come(), needed_window + len(running)):
+                pages.abort()
+                return None
+            pages.extend(transfer.num_tokens, window_start=window_start)
+        except NoPages as error:
+            pages.abort()
+            if not running:
+                self._roster.fail(sequence, _cannot_fit(sequence, error))
+            return None
+        self._roster.arrived.popleft()
+        sequence.pages = pages
+        sequence.admitted_s = self._clock.monotonic_s()
+        self._roster.running[sequence.request_id] = sequence
+        return KvImport(sequence.request_id, arrived.held, page_table(sequence), num_shared_pages)
+
+    def _num_pages_to_come(self) -> int:
+        """Full pages the running sequences still take for the tokens they have, and one or two each to go on with."""
+        page_size = self._config.page_size
+        to_come = 0
+        for sequence in self._roster.running.values():
+            assert sequence.pages is not None
+            to_come += max(1, sequence.num_tokens // page_size + 2 - len(sequence.pages.full_pages))
+        return to_come
+
+    def _expire(self) -> None:
+        now_unix_s = self._clock.unix_s()
+        for sequence in [s for s in self._roster if s.request.deadline_unix_s <= now_unix_s]:
+            late_s = now_unix_s - sequence.request.deadline_unix_s
+            message = f"the deadline passed {late_s:.2f} s ago, after {sequence.num_generated} new tokens"
+            self._roster.fail(sequence, Failure(status=504, code="deadline_exceeded", message=message))
+
+    # -- committing -----------------------------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, result: StepResult) -> None:
+        """Advance the plan's sequences by what was computed."""
+        counters = self.counters
+        counters.steps += 1
+        counters.batched_sequences += len(plan.steps)
+        counters.largest_batch = max(counters.largest_batch, len(plan.steps))
+        for planned in plan.imports:
+            self._commit_import(planned)
+        for step, outcome in zip(plan.steps, result.outcomes, strict=True):
+            self._commit_step(step, outcome)
+
+    def _commit_import(self, planned: KvImport) -> None:
+        sequence, transfer = self._roster.running[planned.request_id], planned.held.transfer
+        assert sequence.pages is not None
+        self.counters.imports += 1
+        sequence.pages.commit(transfer.num_tokens, sequence.chain.keys)
+        sequence.num_computed = transfer.num_tokens
+        sequence.first_token_s = sequence.admitted_s
+        sequence.append(transfer.first_token)
+
+    def _commit_step(self, step: SequenceStep, outcome: StepOutcome) -> None:
+        sequence = self._roster.running[step.request_id]
+        assert sequence.pages is not None
+        if outcome.failure is not None:
+            self._roster.fail(sequence, outcome.failure)
+            if outcome.failure.code == NOT_FINITE:
+                # Earlier chunks of the same prompt are in the tree already; nobody may build on them.
+                self._cache.clear()
+            return
+        if not sequence.is_decoding:
+            self.counters.prompt_tokens += step.stop - step.start
+        sequence.pages.commit(step.stop, sequence.chain.keys)
+        sequence.num_computed = step.stop
+        if outcome.token is not None:
+            self._accept(sequence, outcome.token)
+
+    def _accept(self, sequence: Sequence, token: SampledToken) -> None:
+        """One more output token: send it, or end the answer with it."""
+        self.counters.generated_tokens += 1
+        if sequence.first_token_s is None:
+            sequence.first_token_s = self._clock.monotonic_s()
+            self._renew_keys_like(sequence)
+        sampling = sequence.request.sampling
+        is_eos = token.token_id in self._config.eos_token_ids and not sampling.ignore_eos
+        if is_eos or token.token_id in sampling.stop_token_ids:
+            self._roster.finish(sequence, FinishReason.STOP, num_unsent=1)
+            return
+        delta = TokenDelta(
+            request_id=sequence.request_id,
+            index=sequence.output_index,
+            token_ids=(token.token_id,),
+            logprobs=() if token.logprob is None else (token.logprob,),
+        )
+        self._roster.reply(sequence.peer, delta)
+        sequence.append(token.token_id)
+        if sequence.output_index >= sampling.max_tokens:
+            self._roster.finish(sequence, FinishReason.LENGTH)
+        elif self._config.role is Role.PREFILL:
+            del self._roster.running[sequence.request_id]
+            self._roster.handoffs[sequence.request_id] = sequence
+
+    def _renew_keys_like(self, published: Sequence) -> None:
+        """Waiting prompts that begin like the one just computed have less to compute now."""
+        first = published.chain.keys[:1]
+        for sequence in [s for s in self._roster.waiting if s.chain.keys[:1] == first] if first else []:
+            self._roster.waiting.put(sequence, self._num_compute(sequence))
+
+    # -- handing over ---------------------------------------------------------------------------------------------
+
+    def take_handoffs(self) -> list[Sequence]:
+        """Sequences whose KV must go to a decode worker now; each is answered with `handed_over`."""
+        return list(self._roster.handoffs.values())
+
+    def handed_over(self, sequence: Sequence, failure: Failure | None = None) -> None:
+        """The decode worker has the KV and will send the Finish, unless `failure` says that it could not be sent."""
+        if failure is not None:
+            self._roster.fail(sequence, failure)
+            return
+        self.counters.finished += 1
+        sequence.decode_address = None
+        self._roster.release(sequence, keep=True)
+
+    # -- small questions ------------------------------------------------------------------------------------------
+
+    def _why_not(self, sequence: Sequence) -> Failure | None:
+        if self._is_draining:
+            return _DRAINING
+        if self.num_waiting >= self._config.limits.max_waiting:
+            message = f"{self.num_waiting} requests are waiting here, at most {self._config.limits.max_waiting} may"
+            return Failure(status=503, code="overloaded", message=message)
+        return refusal(sequence.request, self._config.limits)
+
+    def _num_compute(self, sequence: Sequence) -> int:
+        return sequence.num_tokens - self._cache.match(sequence.chain.keys, sequence.num_tokens).num_tokens
+
+
+NOT_FINITE = "logits_not_finite"
+
+_DRAINING = Failure(status=503, code="draining", message="this worker is shutting down", retryable=True)
+
+
+def _cannot_fit(sequence: Sequence, error: NoPages) -> Failure:
+    message = f"a sequence of {sequence.num_tokens} tokens does not fit this worker's KV memory: {error}"
+    return Failure(status=503, code="kv_memory_exhausted", message=message)
+
+
+def page_table(sequence: Sequence) -> PageTable:
+    pages = sequence.pages
+    assert pages is not None
+    return PageTable(tuple(pages.full_pages), tuple(pages.window_pages), pages.window_start)

@@ -1,0 +1,128 @@
+"""The one mutable request object. The scheduler owns it; nothing else writes to it.
+
+    token_ids     prompt [0, num_prompt) .......... generated [num_prompt, num_tokens)
+    KV            [0, num_computed)
+    a step        computes [num_computed, stop), and samples iff stop == num_tokens
+
+A sequence that decodes has one token to compute, its newest. One that was put back to waiting has all of them again.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from epd.cache.keys import MediaRun, PageKeyChain
+from epd.cache.sequence_pages import SequencePages
+from epd.engine.plan import MediaSlice
+from epd.engine.sampler import SampleRow
+from epd.transport.base import Peer
+from epd.types import GenerateRequest, Usage
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`pages` is None while waiting. Times are monotonic seconds; None until they happened."""
+
+    request: GenerateRequest
+    peer: Peer
+    chain: PageKeyChain
+    arrival_s: float
+    decode_address: str | None = None
+    decode_incarnation: str | None = None
+    num_computed: int = 0
+    num_cached_tokens: int = 0
+    num_healed_tokens: int = 0
+    num_retractions: int = 0
+    pages: SequencePages | None = None
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    earlier_timings: dict[str, float] = field(default_factory=dict)
+    token_ids: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.request.token_ids)
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        """Output tokens of this attempt."""
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens without KV."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_generated > 0 and self.num_remaining == 1
+
+    @property
+    def output_index(self) -> int:
+        """Index of the next output token in the whole answer."""
+        return self.request.num_emitted + self.num_generated
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Prompt and answer at their longest."""
+        return self.num_prompt + max(0, self.request.sampling.max_tokens - self.request.num_emitted)
+
+    def append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        self.chain.append(token_id)
+
+    def sample_row(self) -> SampleRow:
+        return SampleRow(self.request.sampling, self.output_index)
+
+    def media_slices(self, start: int, stop: int) -> Iterator[MediaSlice]:
+        """The parts of the media spans inside tokens `[start, stop)`, positions counted from `start`."""
+        for span in self.request.spans:
+            first, last = max(start, span.start), min(stop, span.stop)
+            if first < last:
+                yield MediaSlice(
+                    start=first - start,
+                    stop=last - start,
+                    row_start=span.row_start + first - span.start,
+                    ref=self.request.embeddings[span.media],
+                )
+
+    def usage(self, *, num_unsent: int = 0) -> Usage:
+        """`num_unsent` counts a stop token, which is generated but not part of the answer."""
+        return Usage(
+            prompt_tokens=self.num_prompt,
+            completion_tokens=self.num_generated + num_unsent,
+            cached_tokens=self.num_cached_tokens,
+            healed_tokens=self.num_healed_tokens,
+        )
+
+    def timings(self, now_s: float) -> dict[str, float]:
+        """Seconds spent queued, to the first token, and decoding, as far as they were reached in this process."""
+        timings = dict(self.earlier_timings)
+        prefix = "decode_" if timings else ""
+        if self.admitted_s is not None:
+            timings[f"{prefix}queue_s"] = self.admitted_s - self.arrival_s
+        if self.first_token_s is not None and self.admitted_s is not None:
+            if not timings.get("first_token_s"):
+                timings["prefill_s"] = self.first_token_s - self.admitted_s
+                timings["first_token_s"] = self.first_token_s - self.arrival_s
+            timings["decode_s"] = now_s - self.first_token_s
+        return timings
+
+
+def key_chain(request: GenerateRequest, *, page_size: int, seed: bytes) -> PageKeyChain:
+    """Page keys of the prompt. A request that may not use the cache gets keys nobody else can have."""
+    own = b"" if request.use_cache else request.request_id.encode()
+    chain = PageKeyChain(page_size=page_size, seed=seed + own)
+    media = [MediaRun(span.start, span.stop, bytes.fromhex(span.key), span.row_start) for span in request.spans]
+    chain.extend(request.token_ids, media)
+    return chain

@@ -1,0 +1,207 @@
+"""A worker process: load the model, size the pools, run the loop until told to stop."""
+
+import logging
+import signal
+import threading
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+
+from encoder.client import ArenaReader
+from epd.cache.prefix import PrefixCache
+from epd.cache.retention import RetentionPolicy
+from epd.config import EngineConfig
+from epd.engine.admission import Limits
+from epd.engine.clock import Clock
+from epd.engine.handoff import KvMover
+from epd.engine.identity import WorkerIdentity, kv_fingerprint, new_incarnation
+from epd.engine.loop import EngineLoop
+from epd.engine.runner import EmbeddingReader, Runner
+from epd.engine.scheduler import Scheduler, SchedulerConfig
+from epd.kv.dual import DualPool
+from epd.kv.errors import PoolTooSmall
+from epd.kv.layout import KvLayout, PoolPlan, plan_pools
+from epd.kv.storage import KvStorage
+from epd.model.config import TextConfig
+from epd.model.hybrid import HybridModel
+from epd.model.weights import load_text_model
+from epd.transport.base import Endpoint
+from epd.transport.sockets import WorkerEndpoint
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A built worker; the parts are for those who look inside (tests, metrics)."""
+
+    loop: EngineLoop
+    cache: PrefixCache
+    scheduler: Scheduler
+    identity: WorkerIdentity
+
+
+def run_worker(config: EngineConfig, *, address: str) -> None:
+    """A whole worker process at a ZMQ address: returns after SIGTERM or SIGINT, when what was running has finished."""
+    engine_config = config
+    endpoint = WorkerEndpoint(address)
+    try:
+        serve(engine_config, endpoint)
+    finally:
+        endpoint.close()
+
+
+def serve(config: EngineConfig, endpoint: Endpoint) -> None:
+    """Build the engine on `endpoint` and run it; in a main thread SIGTERM and SIGINT drain it."""
+    torch.set_num_threads(config.threads)
+    engine = build_engine(config, endpoint)
+
+    def drain(signum: int, frame: FrameType | None) -> None:
+        engine.loop.drain()
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, drain)
+        signal.signal(signal.SIGINT, drain)
+    logger.info("worker %s (%s) serves %s at %s", config.name, config.role, config.model_name, endpoint.address)
+    engine.loop.run()
+
+
+def build_engine(
+    config: EngineConfig,
+    endpoint: Endpoint,
+    *,
+    model: HybridModel | None = None,
+    embeddings: EmbeddingReader | None = None,
+    clock: Clock | None = None,
+) -> Engine:
+    """Everything a worker consists of. `model` saves loading it again where several workers share a process.
+
+    Raises PoolTooSmall naming both numbers when `kv_budget_bytes` is not enough to run at all.
+    """
+    dtype = _dtype(config)
+    if model is None:
+        model = load_text_model(
+            config.model_dir, dtype=dtype, device=config.device, window_left=config.window_left, with_mtp=False
+        ).eval()
+    clock = Clock() if clock is None else clock
+    layout = _layout(model.config, config, dtype)
+    retention = _retention(config)
+    plan = _plan(config, layout, retention)
+    storage = KvStorage(
+        layout,
+        num_full_pages=plan.num_full_pages,
+        num_window_pages=plan.num_window_pages,
+        dtype=dtype,
+        device=config.device,
+    )
+    cache = PrefixCache(
+        DualPool(num_full_pages=plan.num_full_pages, num_window_pages=plan.num_window_pages),
+        page_size=config.page_size,
+        window_tokens=layout.window_tokens,
+        retention=retention,
+        enabled=config.prefix_cache,
+    )
+    fingerprint = kv_fingerprint(config.model_dir, layout, dtype=config.dtype)
+    # One page stays free for the token that is computed while the sequence is at its longest.
+    max_context = min(model.config.max_position_embeddings, (plan.num_full_pages - 1) * config.page_size)
+    identity = WorkerIdentity(
+        name=config.name,
+        role=config.role,
+        model=config.model_name,
+        max_context_tokens=max_context,
+        eos_token_ids=model.config.eos_token_ids,
+        page_size=config.page_size,
+        key_seed=fingerprint.encode(),
+        incarnation=new_incarnation(),
+    )
+    scheduler = Scheduler(_scheduler_config(config, model.config, max_context), cache, clock)
+    mover = KvMover(storage, fingerprint=fingerprint)
+    reader = ArenaReader() if embeddings is None else embeddings
+    loop = EngineLoop(
+        identity=identity,
+        endpoint=endpoint,
+        scheduler=scheduler,
+        runner=Runner(model, storage, mover, reader),
+        mover=mover,
+        cache=cache,
+        clock=clock,
+        peer_timeout_s=config.peer_timeout_s,
+        max_waiting=config.max_waiting,
+    )
+    return Engine(loop, cache, scheduler, identity)
+
+
+def _dtype(config: EngineConfig) -> torch.dtype:
+    try:
+        return _DTYPES[config.dtype]
+    except KeyError:
+        raise ValueError(f"engine.dtype is {config.dtype!r}; allowed: {', '.join(_DTYPES)}") from None
+
+
+def _layout(text: TextConfig, config: EngineConfig, dtype: torch.dtype) -> KvLayout:
+    specs = [layer.attention for layer in text.layers]
+    return KvLayout.from_specs(
+        [spec for spec in specs if not spec.is_window],
+        [spec for spec in specs if spec.is_window],
+        page_size=config.page_size,
+        dtype_bytes=dtype.itemsize,
+    )
+
+
+def _retention(config: EngineConfig) -> RetentionPolicy:
+    return RetentionPolicy(
+        dense_retention_tokens=config.dense_retention_tokens,
+        retention_stride_tokens=config.retention_stride_tokens,
+        release_interval_tokens=config.decode_release_interval_tokens,
+    )
+
+
+def _plan(config: EngineConfig, layout: KvLayout, retention: RetentionPolicy) -> PoolPlan:
+    """Split the budget and say how; refuse a split in which a single sequence could get stuck."""
+    plan = plan_pools(
+        layout,
+        config.kv_budget_bytes,
+        expected_sequence_tokens=config.expected_sequence_tokens,
+        max_running=config.max_running,
+        chunk_tokens=config.chunk_tokens,
+        retention_stride_tokens=config.retention_stride_tokens,
+        tail_pages=retention.tail_pages,
+    )
+    kept_tokens = layout.window_tokens + config.decode_release_interval_tokens
+    needed_window = -(-kept_tokens // config.page_size) + retention.tail_pages + 2
+    if layout.window_layers and plan.num_window_pages < needed_window:
+        raise PoolTooSmall(
+            f"KV budget of {config.kv_budget_bytes:,} bytes gives {plan.num_window_pages} window pages, one sequence "
+            f"alone needs {needed_window} ({layout.window_tokens} tokens of window, released every "
+            f"{config.decode_release_interval_tokens} tokens, pages of {config.page_size})"
+        )
+    logger.info(
+        "KV: %s bytes as %d full pages (%d tokens, %d bytes each) and %d window pages (%d tokens, %d bytes each)",
+        f"{plan.size_bytes:,}",
+        plan.num_full_pages,
+        plan.num_full_pages * config.page_size,
+        layout.full_page_bytes,
+        plan.num_window_pages,
+        plan.num_window_pages * config.page_size,
+        layout.window_page_bytes,
+    )
+    return plan
+
+
+def _scheduler_config(config: EngineConfig, text: TextConfig, max_context_tokens: int) -> SchedulerConfig:
+    return SchedulerConfig(
+        role=config.role,
+        limits=Limits(
+            max_context_tokens=max_context_tokens,
+            vocab_size=text.vocab_size,
+            hidden_size=text.hidden_size,
+            max_waiting=config.max_waiting,
+        ),
+        eos_token_ids=frozenset(text.eos_token_ids),
+        page_size=config.page_size,
+        chunk_tokens=config.chunk_tokens,
+        max_running=config.max_running,
+    )
