@@ -40,7 +40,7 @@ def is_public(address: IpAddress) -> bool:
             inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
         if any(wrapped is not None and not is_public(wrapped) for wrapped in inner):
             return False
-        if address.ipv4_mapped is not None:
+        if address.ipv4_mapped is not None or address in _NAT64:
             return True
     return address.is_global and not address.is_multicast and not address.is_reserved
 

@@ -46,7 +46,7 @@ class DecodeLimits:
     max_frame_pixels: int = 36_000_000
     max_video_frames: int = 1_000_000
     """Frames in the file, not sampled frames."""
-    max_duration_s: float = 4 * 3600.0
+    max_duration_s: float = 2 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)

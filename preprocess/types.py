@@ -31,7 +31,7 @@ class Modality(StrEnum):
     AUDIO = "audio"
 
 
-_MAX_FPS: Final = 240.0
+_MAX_FPS: Final = 240
 _MAX_FRAMES: Final = 100_000
 _MAX_PIXELS: Final = 2**31 - 1
 

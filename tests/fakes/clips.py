@@ -47,6 +47,7 @@ def make_video(
         video: Any = output.add_stream(codec, rate=rate)
         video.width, video.height, video.pix_fmt = width, height, "yuv420p"
         video.codec_context.gop_size = gop
+        video.codec_context.bit_rate = 4_000_000
         audio: Any = output.add_stream("aac", rate=24_000, layout="mono") if sound is not None else None
         for index in range(num_frames):
             pixels = np.full((height, width, 3), grey_of_frame(index), dtype=np.uint8)

@@ -105,9 +105,7 @@ def test_video_geometry_and_ids(case: dict[str, Any], configs: dict[str, Process
 
 @pytest.mark.parametrize("case", [case for case in CASES["videos"] if "pixel_values" in case], ids=case_id)
 def test_video_pixels(case: dict[str, Any], arrays: dict[str, Any]) -> None:
-    writer = PatchWriter(
-        num_frames=2 * case["grid_thw"][0], height=case["resized_h"], width=case["resized_w"]
-    )
+    writer = PatchWriter(num_frames=2 * case["grid_thw"][0], height=case["resized_h"], width=case["resized_w"])
     for position, index in enumerate(case["indices"]):
         writer.put(position, blocks(case["h"], case["w"], case["seed"] + index))
     patches = writer.patches()

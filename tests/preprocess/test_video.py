@@ -1,0 +1,302 @@
+"""Video decoding: the right frames, upright, from awkward and damaged files."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from preprocess import (
+    DecodeLimits,
+    MediaDecodeTimeout,
+    MediaError,
+    MediaOptions,
+    MediaTooLarge,
+    MediaUndecodable,
+    MediaUnsupported,
+    ProcessorConfig,
+)
+from preprocess.config import VideoBackend, VideoBudget
+from preprocess.patchify import normalised
+from preprocess.video import DecordReader, PyAvReader, VideoReader, sample_video
+from tests.fakes.clips import grey_of_frame, make_video, picture_file, rotated, sine, sound_file
+
+LIMITS = DecodeLimits()
+
+
+@pytest.fixture
+def budget(tiny: ProcessorConfig) -> VideoBudget:
+    return tiny.video_budget(MediaOptions())
+
+
+def go_on() -> None:
+    pass
+
+
+def reader_of(content: bytes, backend: VideoBackend = "pyav") -> VideoReader:
+    if backend == "decord":
+        return DecordReader(content, LIMITS, go_on)
+    return PyAvReader(content, LIMITS, go_on)
+
+
+def greys(reader: VideoReader, indices: list[int]) -> list[int]:
+    return [round(float(pixels.mean())) for pixels in reader.frames(indices)]
+
+
+FILES = [
+    ("mp4", "libx264"),
+    ("matroska", "libx264"),
+    ("mov", "mpeg4"),
+    ("avi", "mpeg4"),
+    ("mpegts", "libx264"),
+    ("webm", "libvpx"),
+    ("webm", "libvpx-vp9"),
+    ("flv", "flv"),
+]
+
+
+@pytest.mark.parametrize(("container", "codec"), FILES)
+def test_frames_are_found_by_index(container: str, codec: str) -> None:
+    reader = reader_of(make_video(40, container=container, codec=codec))
+    assert reader.num_frames == 40
+    assert reader.rate_fps == pytest.approx(10, rel=0.01)
+    indices = [0, 1, 7, 12, 23, 38, 39]
+    np.testing.assert_allclose(greys(reader, indices), [grey_of_frame(index) for index in indices], atol=3)
+    assert reader.warnings == ()
+
+
+@pytest.mark.parametrize("num_frames", [10, 37])
+def test_decord_gives_the_same_frames(num_frames: int) -> None:
+    content = make_video(num_frames)
+    ours, theirs = reader_of(content), reader_of(content, "decord")
+    assert (ours.num_frames, ours.rate_fps) == (theirs.num_frames, theirs.rate_fps)
+    for left, right in zip(ours.frames([0, 4, 9]), theirs.frames([0, 4, 9]), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_sampled_patches_equal_frame_by_frame_arithmetic(budget: VideoBudget) -> None:
+    content = make_video(37, corner=True)
+    sampled = sample_video(content, budget=budget, limits=LIMITS)
+    assert sampled.indices == (0, 5, 10, 15, 20, 25, 30, 36)
+    np.testing.assert_array_equal(sampled.timestamps_s, np.float32(sampled.indices) / np.float32(10))
+    assert sampled.patches.grid_thw == (4, 6, 8)
+    frames = list(reader_of(content).frames(list(sampled.indices)))
+    picture = normalised(frames[3], height=96, width=128).numpy()
+    # Pair 1, its second frame, patch row 2, column 5: group row 1, group column 2, first row, second column.
+    row = 1 * 48 + (1 * 4 + 2) * 4 + 1
+    cell = sampled.patches.pixel_values[row].reshape(3, 2, 16, 16)[:, 1]
+    np.testing.assert_array_equal(cell, picture[:, 32:48, 80:96])
+
+
+def test_both_backends_sample_alike(budget: VideoBudget) -> None:
+    content = make_video(25)
+    ours = sample_video(content, budget=budget, limits=LIMITS)
+    theirs = sample_video(content, budget=budget, limits=LIMITS, backend="decord")
+    assert ours.indices == theirs.indices
+    np.testing.assert_array_equal(ours.patches.pixel_values, theirs.patches.pixel_values)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "shape", "red_at"),
+    [
+        ((1, 0, 0, 1), (48, 64), (0, 0)),
+        ((0, 1, -1, 0), (64, 48), (0, 1)),
+        ((-1, 0, 0, -1), (48, 64), (1, 1)),
+        ((0, -1, 1, 0), (64, 48), (1, 0)),
+        ((-1, 0, 0, 1), (48, 64), (0, 1)),
+        ((1, 0, 0, -1), (48, 64), (1, 0)),
+    ],
+)
+def test_rotation_and_mirrors(
+    matrix: tuple[int, int, int, int], shape: tuple[int, int], red_at: tuple[int, int]
+) -> None:
+    (pixels,) = reader_of(rotated(make_video(1, corner=True), matrix)).frames([0])
+    assert pixels.shape[:2] == shape
+    assert red_quarter(pixels) == red_at
+
+
+def red_quarter(pixels: NDArray[np.uint8]) -> tuple[int, int]:
+    """(vertical, horizontal) half holding the red quarter."""
+    height, width = pixels.shape[:2]
+    redness = pixels[:, :, 0].astype(int) - pixels[:, :, 1]
+    found = [
+        (row, column)
+        for row in (0, 1)
+        for column in (0, 1)
+        if redness[row * height // 2 :, column * width // 2 :][: height // 2, : width // 2].mean() > 100
+    ]
+    assert len(found) == 1
+    return found[0]
+
+
+def test_rotation_decides_the_grid(budget: VideoBudget) -> None:
+    content = make_video(2, size=(64, 128))
+    assert sample_video(content, budget=budget, limits=LIMITS).patches.grid_thw == (1, 4, 8)
+    turned = rotated(content, (0, 1, -1, 0))
+    assert sample_video(turned, budget=budget, limits=LIMITS).patches.grid_thw == (1, 8, 4)
+
+
+@pytest.mark.parametrize("size", [(33, 47), (49, 64), (48, 65)])
+def test_odd_sizes(size: tuple[int, int]) -> None:
+    content = make_video(3, size=size, codec="mpeg4", container="matroska")
+    (pixels,) = reader_of(content).frames([2])
+    assert pixels.shape[:2] == size
+    np.testing.assert_allclose(pixels.mean(), grey_of_frame(2), atol=3)
+
+
+def test_one_frame_becomes_a_pair(budget: VideoBudget) -> None:
+    sampled = sample_video(make_video(1), budget=budget, limits=LIMITS)
+    assert sampled.indices == (0,)
+    cells = sampled.patches.pixel_values.reshape(-1, 3, 2, 256)
+    np.testing.assert_array_equal(cells[:, :, 0], cells[:, :, 1])
+
+
+def test_variable_frame_rate_is_sampled_by_index(budget: VideoBudget) -> None:
+    content = make_video(12, container="matroska", pts=[0, 1, 2, 3, 4, 5, 60, 61, 62, 63, 64, 65])
+    reader = reader_of(content)
+    assert reader.num_frames == 12
+    np.testing.assert_allclose(greys(reader, [0, 6, 11]), [grey_of_frame(index) for index in (0, 6, 11)], atol=3)
+    sampled = sample_video(content, budget=budget, limits=LIMITS)
+    np.testing.assert_array_equal(sampled.timestamps_s, np.float32(sampled.indices) / np.float32(reader.rate_fps))
+
+
+def test_ntsc_rate(budget: VideoBudget) -> None:
+    reader = reader_of(make_video(30, rate=Fraction(30000, 1001)))
+    assert reader.rate_fps == pytest.approx(29.97, abs=0.001)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG"])
+def test_animated_pictures_as_video(kind: str, budget: VideoBudget) -> None:
+    colours = [(250, 0, 0), (0, 250, 0), (0, 0, 250), (250, 250, 0)]
+    frames = [Image.new("RGB", (40, 30), colour) for colour in colours]
+    content = picture_file(frames[0], kind, save_all=True, append_images=frames[1:], duration=100)
+    reader = reader_of(content)
+    assert reader.num_frames == 4
+    seen = [tuple(pixels[15, 20]) for pixels in reader.frames([0, 1, 2, 3])]
+    np.testing.assert_allclose(seen, colours, atol=8)
+    assert sample_video(content, budget=budget, limits=LIMITS).patches.grid_thw[0] == 2
+
+
+def test_transparent_animation_is_over_white() -> None:
+    frames = [Image.new("RGBA", (16, 16), (0, 0, 0, 0)) for _ in range(2)]
+    frames[1].putpixel((0, 0), (1, 2, 3, 255))
+    content = picture_file(frames[0], "GIF", save_all=True, append_images=frames[1:], duration=100, disposal=2)
+    (pixels,) = reader_of(content).frames([0])
+    assert pixels[8, 8].tolist() == [255, 255, 255]
+
+
+def test_cover_art_is_not_video() -> None:
+    with pytest.raises(MediaUndecodable, match="no video stream"):
+        reader_of(sound_file(sine(0.5)))
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "words"),
+    [
+        (b"", MediaUndecodable, "empty file"),
+        (b"just words", MediaUndecodable, "found text"),
+        (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", MediaUnsupported, "HLS playlist"),
+        (b"ffconcat version 1.0\nfile /etc/passwd\n", MediaUndecodable, "found text"),
+        (b"<html></html>", MediaUnsupported, "HTML"),
+        (b"\0" * 500, MediaUndecodable, "unknown data"),
+    ],
+)
+def test_other_things_are_named(content: bytes, error: type[MediaError], words: str) -> None:
+    with pytest.raises(error, match=words):
+        reader_of(content)
+
+
+def test_a_still_picture_is_refused_by_name() -> None:
+    with pytest.raises(MediaUnsupported, match="found JPEG"):
+        reader_of(picture_file(np.zeros((20, 20, 3), np.uint8), "JPEG"))
+
+
+def test_a_playlist_in_disguise_opens_nothing() -> None:
+    # Leading blanks hide the magic from our own look; FFmpeg's list of demuxers must still refuse it.
+    with pytest.raises(MediaError):
+        reader_of(b"\x80\n#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n")
+
+
+def test_an_index_without_its_data_is_an_error(budget: VideoBudget) -> None:
+    content = make_video(40)
+    with pytest.raises(MediaUndecodable):
+        sample_video(content[: len(content) // 3], budget=budget, limits=LIMITS)
+
+
+def test_a_cut_file_is_sampled_over_what_is_left(budget: VideoBudget) -> None:
+    content = make_video(60, container="mpegts", size=(96, 128), corner=True)
+    sampled = sample_video(content[: len(content) * 6 // 10], budget=budget, limits=LIMITS)
+    assert 0 < sampled.indices[-1] < 59
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_noise_in_the_middle_never_escapes_as_something_else(seed: int, budget: VideoBudget) -> None:
+    rng = np.random.default_rng(seed)
+    content = bytearray(make_video(60, container=("matroska", "mp4", "mpegts")[seed % 3], corner=True))
+    at = int(rng.integers(200, len(content) - 400))
+    content[at : at + 300] = rng.bytes(300)
+    try:
+        sampled = sample_video(bytes(content), budget=budget, limits=LIMITS)
+    except MediaError:
+        return
+    assert np.isfinite(sampled.patches.pixel_values).all()
+
+
+def test_packets_that_do_not_decode_are_skipped_with_a_warning(budget: VideoBudget) -> None:
+    content = bytearray(make_video(40, container="avi", codec="mpeg4", gop=1))
+    # Overwrite the payload of frame 5; every frame stands alone, so only that one is lost.
+    at = -1
+    for _ in range(6):
+        at = content.index(b"00dc", at + 1)
+    length = int.from_bytes(content[at + 4 : at + 8], "little")
+    content[at + 8 : at + 8 + length] = b"\xff" * length
+    sampled = sample_video(bytes(content), budget=budget, limits=LIMITS)
+    assert sampled.indices[-1] in (38, 39)
+    assert any("damaged" in warning or "decode" in warning for warning in sampled.warnings)
+
+
+def test_limits(budget: VideoBudget) -> None:
+    content = make_video(40)
+    for limits, words in (
+        (replace(LIMITS, max_video_frames=39), "40 frames"),
+        (replace(LIMITS, max_duration_s=3.9), "4 s"),
+        (replace(LIMITS, max_frame_pixels=3000), "64 x 48"),
+    ):
+        with pytest.raises(MediaTooLarge, match=words):
+            sample_video(content, budget=budget, limits=limits)
+
+
+def test_the_deadline_is_checked_while_decoding(budget: VideoBudget) -> None:
+    calls = 0
+
+    def check() -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 5:
+            raise MediaDecodeTimeout("late")
+
+    with pytest.raises(MediaDecodeTimeout):
+        sample_video(make_video(40), budget=budget, limits=LIMITS, check_deadline=check)
+    assert calls == 6
+
+
+def test_opening_many_times_leaks_no_descriptors(budget: VideoBudget) -> None:
+    content = make_video(4)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(30):
+        sample_video(content, budget=budget, limits=LIMITS)
+        with pytest.raises(MediaError):
+            sample_video(content[:500], budget=budget, limits=LIMITS)
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+def test_picture_size_may_change_on_the_way(budget: VideoBudget) -> None:
+    # Two transport streams with different sizes, one after the other.
+    content = make_video(10, container="mpegts", size=(48, 64)) + make_video(10, container="mpegts", size=(64, 96))
+    sampled = sample_video(content, budget=budget, limits=LIMITS)
+    assert sampled.patches.grid_thw[1:] == (6, 8)
