@@ -1,1 +1,40 @@
+"""Gateway, router and engine of the pipeline. Importing this loads no torch: names load when asked for."""
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from epd.engine.worker import EngineThread, run_worker
+    from epd.gateway.app import create_app, start_gateway
+    from epd.gateway.process import fetch_limits, run_gateway
+    from epd.gateway.render import Renderer
+    from epd.transport.memory import MemoryNetwork
+
+__all__ = [
+    "EngineThread",
+    "MemoryNetwork",
+    "Renderer",
+    "create_app",
+    "fetch_limits",
+    "run_gateway",
+    "run_worker",
+    "start_gateway",
+]
+
+_HOMES = {
+    "EngineThread": "epd.engine.worker",
+    "MemoryNetwork": "epd.transport.memory",
+    "Renderer": "epd.gateway.render",
+    "create_app": "epd.gateway.app",
+    "fetch_limits": "epd.gateway.process",
+    "run_gateway": "epd.gateway.process",
+    "run_worker": "epd.engine.worker",
+    "start_gateway": "epd.gateway.app",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -46,27 +46,55 @@ class Engine:
 
 def run_worker(config: EngineConfig, *, address: str) -> None:
     """A whole worker process at a ZMQ address: returns after SIGTERM or SIGINT, when what was running has finished."""
-    engine_config = config
     endpoint = WorkerEndpoint(address)
     try:
-        serve(engine_config, endpoint)
+        serve(config, endpoint)
     finally:
         endpoint.close()
 
 
 def serve(config: EngineConfig, endpoint: Endpoint) -> None:
-    """Build the engine on `endpoint` and run it; in a main thread SIGTERM and SIGINT drain it."""
+    """Build the engine on `endpoint` and run it in the main thread; SIGTERM and SIGINT drain it."""
     torch.set_num_threads(config.threads)
     engine = build_engine(config, endpoint)
 
     def drain(signum: int, frame: FrameType | None) -> None:
         engine.loop.drain()
 
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, drain)
-        signal.signal(signal.SIGINT, drain)
+    signal.signal(signal.SIGTERM, drain)
+    signal.signal(signal.SIGINT, drain)
     logger.info("worker %s (%s) serves %s at %s", config.name, config.role, config.model_name, endpoint.address)
     engine.loop.run()
+
+
+class EngineThread:
+    """A worker in a thread of this process, for the unified mode. Torch's thread count stays the process's own."""
+
+    def __init__(self, config: EngineConfig, endpoint: Endpoint) -> None:
+        """Load the model, in the calling thread: what is wrong with the settings is raised here."""
+        self._endpoint = endpoint
+        self._engine = build_engine(config, endpoint)
+        self._thread = threading.Thread(target=self._engine.loop.run, name=f"engine {config.name}", daemon=True)
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Finish what runs, refusing the rest; whether that was done in time. Blocks."""
+        self._engine.loop.drain()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def stop(self) -> None:
+        """End after the step at hand and close the endpoint; what still runs is not answered. Blocks for that step."""
+        self._engine.loop.stop()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._endpoint.close()
 
 
 def build_engine(

@@ -110,7 +110,11 @@ MakeBench = Callable[..., Bench]
 @pytest.fixture
 def make_bench(checkpoint: Checkpoint) -> Iterator[MakeBench]:
     def make(
-        *, links: dict[str, Mailbox] | None = None, address: str = "worker", clock: FakeClock | None = None, **changes: object
+        *,
+        links: dict[str, Mailbox] | None = None,
+        address: str = "worker",
+        clock: FakeClock | None = None,
+        **changes: object,
     ) -> Bench:
         config = replace(
             EngineConfig(

@@ -33,7 +33,9 @@ def test_one_prompt_of_each_awkward_length(checkpoint: Checkpoint, make_bench: M
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("chunk_tokens", [5, 16, 512])
-def test_batches_of_sixteen(checkpoint: Checkpoint, make_bench: MakeBench, prefix_cache: bool, chunk_tokens: int) -> None:
+def test_batches_of_sixteen(
+    checkpoint: Checkpoint, make_bench: MakeBench, prefix_cache: bool, chunk_tokens: int
+) -> None:
     bench = make_bench(prefix_cache=prefix_cache, chunk_tokens=chunk_tokens)
     tokens = {f"r{i}": ids for i, ids in enumerate(prompts(16, seed=chunk_tokens))}
     for request_id, token_ids in tokens.items():
