@@ -94,9 +94,9 @@ def _identities(token_ids: Sequence[int], media: Sequence[MediaRun]) -> npt.NDAr
         if run.start < previous_stop or run.stop > len(token_ids):
             raise ValueError(f"media run [{run.start}, {run.stop}) overlaps another or leaves {len(token_ids)} tokens")
         previous_stop = run.stop
-        for row in range(run.stop - run.start):
-            digest = xxhash.xxh3_128_digest(run.key + (run.row_start + row).to_bytes(8, "little"))
-            identities[run.start + row] = np.frombuffer(digest, dtype="<u8")
+        rows = range(run.row_start, run.row_start + run.stop - run.start)
+        digests = b"".join(xxhash.xxh3_128_digest(run.key + row.to_bytes(8, "little")) for row in rows)
+        identities[run.start : run.stop] = np.frombuffer(digests, dtype="<u8").reshape(-1, 2)
         # A set low bit keeps every media identity apart from every text identity, whose second word is zero.
         identities[run.start : run.stop, 1] |= _MEDIA_MARK
     return identities

@@ -36,11 +36,13 @@ class TailKeepingLru:
     """Least recently used, except that what nobody can use goes first and a branch's own end goes last.
 
     Full pages: a leaf whose end has lost its window (nothing can resume there) before any other leaf.
-    Windows: an unusable remnant, then pages in front of a node's last window, then last windows.
+    Windows: an unusable remnant, then pages in front of a node's last window and its tail pages, then those: an
+    identical prompt is looked up one boundary before its end, so the page before the window is part of the end.
     """
 
-    def __init__(self, window_pages: int) -> None:
+    def __init__(self, window_pages: int, *, tail_pages: int) -> None:
         self._window_pages = window_pages
+        self._kept_pages = window_pages + tail_pages
 
     def full_rank(self, node: Node) -> Rank:
         return (1 if self._end_is_usable(node) else 0, node.access)
@@ -48,10 +50,10 @@ class TailKeepingLru:
     def window_rank(self, node: Node) -> Rank:
         if node.is_leaf and not self._end_is_usable(node):
             return (0, node.window_access)
-        return (1 if len(node.window_pages) > self._window_pages else 2, node.window_access)
+        return (1 if len(node.window_pages) > self._kept_pages else 2, node.window_access)
 
     def num_spare_windows(self, node: Node) -> int:
-        spare = len(node.window_pages) - self._window_pages
+        spare = len(node.window_pages) - self._kept_pages
         return spare if spare > 0 else len(node.window_pages)
 
     def _end_is_usable(self, node: Node) -> bool:

@@ -87,7 +87,9 @@ class PrefixCache:
         self.retention = retention
         self._pool = pool
         self._ledger = TreeLedger(
-            pool, window_pages=self.window_pages, policy=policy or TailKeepingLru(self.window_pages)
+            pool,
+            window_pages=self.window_pages,
+            policy=policy or TailKeepingLru(self.window_pages, tail_pages=retention.tail_pages),
         )
         self._sequences: set[SequencePages] = set()
         self._num_lookup_tokens = 0
@@ -146,7 +148,11 @@ class PrefixCache:
         return pages
 
     def window_frontier(self, num_tokens: int) -> int:
-        """First page whose window a sequence of `num_tokens` committed tokens keeps; what a handoff must send."""
+        """First page whose window a sequence of `num_tokens` committed tokens keeps, and a handoff sends.
+
+        A sender that resumed from a hit may hold one tail page less: it sends from its row's `window_start` if that is
+        larger, and the receiver must be told from where.
+        """
         return release_frontier(
             num_tokens,
             window_tokens=self.window_tokens,

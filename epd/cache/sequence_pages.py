@@ -263,9 +263,9 @@ class SequencePages:
         ledger.pool.window.hand_over(window_pages, PageOwner.SEQUENCE, PageOwner.TREE)
         ledger.hold_windows(window_pages)
         own_locks = 1 if node is self._node else 0
-        stays_tail = not node.window_pages or first_window == start or not window_pages
-        grows = node is not ledger.tree.root and node.is_leaf and node.num_locks == own_locks and stays_tail
-        if grows and (window_pages or not node.window_pages):
+        # Windows must stay one run at the node's end, and nobody else's lease may end where the node now ends.
+        stays_tail = not node.window_pages or (first_window == start and len(window_pages) == len(full_pages))
+        if node is not ledger.tree.root and node.is_leaf and node.num_locks == own_locks and stays_tail:
             ledger.tree.append(node, list(keys[start:stop]), full_pages)
             node.window_pages += window_pages
             ledger.refresh(node)

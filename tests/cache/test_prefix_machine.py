@@ -226,6 +226,8 @@ class PrefixMachine(RuleBasedStateMachine):
         assert foretold == self.cache.fits(*want)
         pages.abort()
         self.oracle.finish(shadow, aborted=True)
+        after = self.cache.stats()
+        assert (after.full, after.window) == (before[1].full, before[1].window)
 
     @invariant()
     def books_balance(self) -> None:
