@@ -1,4 +1,4 @@
-"""Answer text to its parts: reasoning, content, tool calls. Works on a stream, and wherever it is cut the result is one.
+"""Answer text to its parts: reasoning, content, tool calls. Works on a stream, wherever it is cut.
 
     <think>REASONING</think>CONTENT<tool_call> <function=NAME> <parameter=KEY>VALUE</parameter> </function> </tool_call>
 

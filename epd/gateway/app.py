@@ -23,7 +23,7 @@ from epd.gateway.problems import Problem, internal_problem, parse_json, problem_
 from epd.gateway.render import Renderer
 from epd.gateway.reply import AnswerEnd, ReplyWriter
 from epd.gateway.schema import ChatBody, parse_body
-from epd.gateway.sse import EventStream
+from epd.gateway.sse import ANSWER_HEADERS, EventStream
 from epd.router.workers import Fleet
 from epd.transport.base import Channel
 
@@ -46,7 +46,7 @@ def create_app(
     unix_clock: Callable[[], float] = time.time,
 ) -> web.Application:
     """The gateway over what is handed in. The channels are opened when the app starts and closed when it stops;
-    `fetcher` and `encoder` belong to the caller. Serve it with `start_gateway`, which cancels a request whose client left.
+    `fetcher` and `encoder` belong to the caller. Serve it with `start_gateway`, which notices a client that leaves.
     """
     media = MediaStage(
         fetcher=fetcher,
@@ -76,7 +76,7 @@ def create_app(
 
 
 async def start_gateway(app: web.Application, *, host: str, port: int) -> tuple[web.AppRunner, int]:
-    """Listen; returns the runner (its `cleanup` stops everything) and the port, the system's choice when `port` is 0."""
+    """Listen; returns the runner, whose `cleanup` stops everything, and the port (the system's choice for 0)."""
     # handler_cancellation: a client that leaves ends its request everywhere.
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=10.0)
     await runner.setup()
@@ -118,7 +118,7 @@ class Gateway:
     async def edge(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Outermost: the request id, the API key, and every error as an OpenAI error object."""
         request_id = _request_id(request)
-        request["answer_headers"] = {"X-Request-Id": request_id}
+        request[ANSWER_HEADERS] = {"X-Request-Id": request_id}
         try:
             self._check_key(request)
             response = await handler(request)
@@ -139,7 +139,7 @@ class Gateway:
         route = request.match_info.route.resource
         self._metrics.requests.labels(route.canonical if route else "unknown", str(response.status)).inc()
         if not response.prepared:
-            response.headers.update(request["answer_headers"])
+            response.headers.update(request[ANSWER_HEADERS])
         return response
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:

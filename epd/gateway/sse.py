@@ -12,6 +12,9 @@ HEADERS = {
     "X-Accel-Buffering": "no",
 }
 
+ANSWER_HEADERS: web.RequestKey[dict[str, str]] = web.RequestKey("answer_headers", dict)
+"""Headers that every answer to a request carries."""
+
 
 class EventStream:
     """Writes events to one client. Opened by the first event, so that what fails before it still has its own status."""
@@ -45,6 +48,6 @@ class EventStream:
 
     async def _opened(self) -> web.StreamResponse:
         if self._response is None:
-            self._response = web.StreamResponse(headers={**HEADERS, **self._request.get("answer_headers", {})})
+            self._response = web.StreamResponse(headers={**HEADERS, **self._request[ANSWER_HEADERS]})
             await self._response.prepare(self._request)
         return self._response

@@ -1,0 +1,313 @@
+"""Stages at the level of their messages: workers over the memory transport, an encoder and a fetcher that only pretend.
+
+A worker answers what `answer` says, token by token, and can be told to die, stall or refuse at a given point.
+"""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from encoder.errors import EncoderError, EncoderUnavailable
+from encoder.types import EmbeddingRef, EncodeReply, EncoderInfo, StageTimings
+from epd.transport.base import Peer, PeerUnreachable
+from epd.transport.memory import MemoryEndpoint, MemoryNetwork
+from epd.types import (
+    Abort,
+    ExpectKv,
+    Finish,
+    FinishReason,
+    FromWorker,
+    GenerateRequest,
+    Hello,
+    KvTransfer,
+    Role,
+    Submit,
+    TokenDelta,
+    TokenLogprob,
+    Usage,
+    WorkerInfo,
+)
+from preprocess.errors import MediaError, MediaUnreachable
+from preprocess.types import MediaKey, MediaLayout, MediaOptions, MediaSource, Modality
+
+Answer = Callable[[GenerateRequest], Sequence[int]]
+CONTEXT_TOKENS = 4096
+_POLL_S = 0.001
+_incarnations = itertools.count()
+
+
+@dataclass
+class FakeWorker:
+    """One engine process. `answer` gives the whole answer without its stop token; `max_tokens` cuts it."""
+
+    network: MemoryNetwork
+    address: str
+    answer: Answer
+    role: Role = Role.BOTH
+    ready: bool = True
+    die_after: int | None = None
+    """Tokens to send before the process is gone, once."""
+    stall_after: int | None = None
+    """Tokens to send before the worker says nothing more, though it lives."""
+    finish: Finish | None = None
+    """A Finish to give instead of an answer (its request_id is replaced)."""
+    mute: bool = False
+    """Does not answer heartbeats."""
+    aborted: list[str] = field(default_factory=list)
+    submitted: list[GenerateRequest] = field(default_factory=list)
+    _running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _expected: dict[str, tuple[Peer, GenerateRequest]] = field(default_factory=dict)
+    _endpoint: MemoryEndpoint | None = None
+    _loop: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "FakeWorker":
+        self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.die()
+
+    def start(self) -> None:
+        """A fresh process at the same address."""
+        self.incarnation = f"incarnation-{next(_incarnations)}"
+        self._endpoint = self.network.endpoint(self.address)
+        self._loop = asyncio.create_task(self._serve(self._endpoint))
+
+    def die(self) -> None:
+        """SIGKILL: nothing more is said, the connection breaks."""
+        for task in [*self._running.values(), *([self._loop] if self._loop else [])]:
+            if task is not asyncio.current_task():
+                task.cancel()
+        self._running.clear()
+        self._expected.clear()
+        if self._endpoint is not None:
+            self._endpoint.close()
+            self._endpoint = None
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def say(self, peer: Peer, message: FromWorker) -> None:
+        if self._endpoint is not None:
+            with contextlib.suppress(PeerUnreachable):
+                self._endpoint.send(peer, message)
+
+    async def _serve(self, endpoint: MemoryEndpoint) -> None:
+        while self._endpoint is endpoint:
+            for received in endpoint.receive(0):
+                match received.message:
+                    case Hello(sequence=sequence):
+                        if not self.mute:
+                            self.say(received.peer, self._info(sequence))
+                    case Submit() as submit:
+                        self.submitted.append(submit.request)
+                        self._begin(submit.request, received.peer, submit.decode_address)
+                    case ExpectKv(request=request):
+                        self.submitted.append(request)
+                        self._expected[request.request_id] = (received.peer, request)
+                    case KvTransfer(request_id=request_id):
+                        if request_id in self._expected:
+                            peer, request = self._expected.pop(request_id)
+                            self._begin(request, peer, None, first=1)
+                    case Abort(request_id=request_id):
+                        self.aborted.append(request_id)
+                        self._expected.pop(request_id, None)
+                        if (task := self._running.pop(request_id, None)) is not None:
+                            task.cancel()
+            await asyncio.sleep(_POLL_S)
+
+    def _begin(self, request: GenerateRequest, peer: Peer, decode_address: str | None, first: int = 0) -> None:
+        task = asyncio.create_task(self._run(request, peer, decode_address, first))
+        self._running[request.request_id] = task
+        task.add_done_callback(lambda _: self._running.pop(request.request_id, None))
+
+    async def _run(self, request: GenerateRequest, peer: Peer, decode_address: str | None, first: int) -> None:
+        """Tokens from `first` of this attempt on; a prefill worker says the first one and hands over."""
+        if self.finish is not None:
+            self.say(peer, _replace_id(self.finish, request.request_id))
+            return
+        whole = list(self.answer(request))
+        num_emitted = request.num_emitted
+        limit = request.sampling.max_tokens
+        todo = whole[num_emitted:limit]
+        for i, token_id in enumerate(todo):
+            if i < first:
+                continue
+            if await self._fault_at(i):
+                return
+            logprobs = ()
+            if request.sampling.top_logprobs is not None:
+                top = ((token_id, -0.5),) * min(1, request.sampling.top_logprobs)
+                logprobs = (TokenLogprob(token_id=token_id, logprob=-0.5, top=top),)
+            self.say(
+                peer,
+                TokenDelta(
+                    request_id=request.request_id, index=num_emitted + i, token_ids=(token_id,), logprobs=logprobs
+                ),
+            )
+            await asyncio.sleep(0)
+            if decode_address is not None:
+                self._hand_over(request, token_id, decode_address)
+                return
+        if await self._fault_at(len(todo)):
+            return
+        stopped = len(whole) < limit
+        usage = Usage(prompt_tokens=len(request.token_ids), completion_tokens=len(todo) + stopped, cached_tokens=3)
+        reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+        self.say(peer, Finish(request_id=request.request_id, reason=reason, usage=usage))
+
+    async def _fault_at(self, num_sent: int) -> bool:
+        if self.stall_after is not None and num_sent >= self.stall_after:
+            await asyncio.sleep(3600)
+        if self.die_after is not None and num_sent >= self.die_after:
+            self.die_after = None
+            self.die()
+            return True
+        return False
+
+    def _hand_over(self, request: GenerateRequest, token_id: int, address: str) -> None:
+        transfer = KvTransfer(
+            request_id=request.request_id,
+            incarnation="",
+            num_tokens=len(request.token_ids),
+            first_token=token_id,
+            page_size=16,
+            num_full_layers=1,
+            num_window_layers=1,
+            first_full_page=0,
+            num_full_pages=1,
+            first_window_page=0,
+            num_window_pages=1,
+            cached_tokens=0,
+            healed_tokens=0,
+            layout_fingerprint="",
+        )
+        if self._endpoint is not None:
+            with contextlib.suppress(PeerUnreachable):
+                self._endpoint.send_to(address, transfer)
+
+    def _info(self, sequence: int) -> WorkerInfo:
+        return WorkerInfo(
+            sequence=sequence,
+            worker=self.address,
+            incarnation=self.incarnation,
+            role=self.role,
+            address=self.address,
+            model="tiny",
+            max_context_tokens=CONTEXT_TOKENS,
+            eos_token_ids=(),
+            num_waiting=0,
+            num_running=self.num_running,
+            full_pages_free=10,
+            full_pages_total=20,
+            window_pages_free=5,
+            window_pages_total=8,
+            ready=self.ready,
+            counters={"steps_total": 7.0},
+        )
+
+
+def _replace_id(finish: Finish, request_id: str) -> Finish:
+    return Finish(
+        request_id=request_id,
+        reason=finish.reason,
+        usage=finish.usage,
+        status=finish.status,
+        code=finish.code,
+        message=finish.message,
+        retryable=finish.retryable,
+    )
+
+
+LAYOUTS = {
+    Modality.IMAGE: MediaLayout(Modality.IMAGE, grid_thw=(1, 6, 6)),
+    Modality.VIDEO: MediaLayout(Modality.VIDEO, grid_thw=(2, 4, 4), timestamps_s=(0.0, 2.0)),
+    Modality.AUDIO: MediaLayout(Modality.AUDIO, num_audio_rows=5),
+}
+
+
+@dataclass
+class FakeEncoder:
+    """Layouts by modality, leases counted; `errors` maps content to what its encoding raises."""
+
+    errors: dict[bytes, MediaError | EncoderError] = field(default_factory=dict)
+    up: bool = True
+    encoded: list[bytes] = field(default_factory=list)
+    leases: set[str] = field(default_factory=set)
+    _ids: "itertools.count[int]" = field(default_factory=itertools.count)
+
+    async def encode(
+        self, content: bytes, modality: Modality, options: MediaOptions, key: MediaKey, deadline_unix_s: float
+    ) -> EncodeReply:
+        while not self.up:
+            await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(0)
+        if content in self.errors:
+            raise self.errors[content]
+        self.encoded.append(content)
+        layout = LAYOUTS[modality]
+        lease_id = f"lease-{next(self._ids)}"
+        self.leases.add(lease_id)
+        ref = EmbeddingRef(
+            key=key,
+            arena="arena",
+            offset_bytes=0,
+            num_rows=layout.num_rows,
+            width=8,
+            dtype="float32",
+            checksum=0,
+            lease_id=lease_id,
+        )
+        return EncodeReply(
+            request_id="r", key=key, layout=layout, ref=ref, cached=False, timings=StageTimings(), warnings=()
+        )
+
+    def release(self, ref: EmbeddingRef) -> None:
+        self.leases.discard(ref.lease_id)
+
+    async def info(self, timeout_s: float = 60.0) -> EncoderInfo:
+        if not self.up:
+            await asyncio.sleep(timeout_s)
+        if not self.up:
+            raise EncoderUnavailable("no encoder is up", retry_after_s=1.0)
+        return _encoder_info()
+
+    def infos(self) -> dict[str, EncoderInfo | None]:
+        return {"memory://encoder": _encoder_info() if self.up else None}
+
+
+def _encoder_info() -> EncoderInfo:
+    return EncoderInfo(
+        sequence=1,
+        replica="encoder-0",
+        incarnation="e",
+        fingerprint="f" * 32,
+        width=8,
+        dtype="float32",
+        modalities=tuple(Modality),
+        num_pending=0,
+        num_cached=2,
+        cached_bytes=64,
+        capacity_bytes=1024,
+        leased_bytes=32,
+        ready=True,
+        counters={"hits_total": 4.0},
+    )
+
+
+@dataclass
+class FakeFetcher:
+    """Content by URL; anything else cannot be reached."""
+
+    contents: dict[str, bytes] = field(default_factory=dict)
+    fetched: list[str] = field(default_factory=list)
+
+    async def fetch(self, source: MediaSource) -> bytes:
+        self.fetched.append(source.url)
+        await asyncio.sleep(0)
+        if source.url not in self.contents:
+            raise MediaUnreachable(f"{source.url[:60]} cannot be reached")
+        return self.contents[source.url]
