@@ -15,7 +15,7 @@ from training.tasks.types import Clip, Image, Part, Sample
 from training.vocabulary import BUILTIN, DEFAULT_SYSTEM
 
 IDS = architecture.SPECIAL_IDS
-LENGTH_STEP = 8
+TOTAL_STEP = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,8 @@ class Batch:
 def collate(samples: list[Encoded]) -> Batch:
     """Sort by padded length and concatenate."""
     def padded(sample: Encoded) -> int:
-        return -(-len(sample.ids) // LENGTH_STEP) * LENGTH_STEP
+        step = 16 if len(sample.ids) <= 128 else 64
+        return -(-len(sample.ids) // step) * step
 
     ordered = sorted(samples, key=padded)
     ids: list[int] = []
@@ -150,9 +151,13 @@ def collate(samples: list[Encoded]) -> Batch:
         for codes, places in sample.sounds:
             sounds[0].append(codes)
             sounds[1].extend(start + place for place in places)
+    sequences = [(count, length) for length, count in groups.items()]
+    if len(ids) % TOTAL_STEP:  # a filler sequence keeps the number of distinct matrix shapes small
+        sequences.append((1, TOTAL_STEP - len(ids) % TOTAL_STEP))
+        ids += [IDS["<|endoftext|>"]] * sequences[-1][1]
     return Batch(
         torch.tensor(ids),
-        tuple((count, length) for length, count in groups.items()),
+        tuple(sequences),
         torch.tensor(rows),
         torch.tensor(targets),
         torch.tensor(owners),

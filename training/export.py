@@ -36,19 +36,16 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> int:
     return sum(tensor.numel() for tensor in kept.values())
 
 
-def export(net: Nano, folder: Path = vocabulary.BUILTIN) -> int:
-    """Everything but the tokenizer files; returns the number of parameters in both files."""
+def export_networks(net: Nano, tokenizer: TokenizerNet, books: list[Tensor], folder: Path) -> int:
+    """Weights and configs of all networks; returns the number of parameters."""
     (folder / "audio_tokenizer").mkdir(parents=True, exist_ok=True)
     shards = architecture.TEXT["num_key_value_heads"]
     tensors = export_text_names(net.text, shards) | export_names(net.vision) | export_audio_names(net.audio)
     count = save_tensors(folder / "model.safetensors", tensors)
-    state = torch.load(RUNS / "audio.pt", weights_only=True)
-    tokenizer = TokenizerNet(architecture.AUDIO_TOKENIZER)
-    tokenizer.load_state_dict(state["tokenizer"])
-    names = export_tokenizer_names(tokenizer, state["books"])
-    count += save_tensors(folder / "audio_tokenizer" / "model.safetensors", names)
+    count += save_tensors(folder / "audio_tokenizer" / "model.safetensors", export_tokenizer_names(tokenizer, books))
+    stops = ("<|im_end|>", "<|endoftext|>", "<|mimo_audio_eod|>")
     generation = {
-        "eos_token_id": [architecture.SPECIAL_IDS[token] for token in ("<|im_end|>", "<|endoftext|>", "<|mimo_audio_eod|>")],
+        "eos_token_id": [architecture.SPECIAL_IDS[token] for token in stops],
         "pad_token_id": architecture.SPECIAL_IDS["<|endoftext|>"],
         "do_sample": False,
     }
@@ -59,6 +56,14 @@ def export(net: Nano, folder: Path = vocabulary.BUILTIN) -> int:
     ):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
     return count
+
+
+def export(net: Nano, folder: Path = vocabulary.BUILTIN) -> int:
+    """The trained networks and the frozen audio tokenizer of runs/audio.pt; tokenizer files are not touched."""
+    state = torch.load(RUNS / "audio.pt", weights_only=True)
+    tokenizer = TokenizerNet(architecture.AUDIO_TOKENIZER)
+    tokenizer.load_state_dict(state["tokenizer"])
+    return export_networks(net, tokenizer, state["books"], folder)
 
 
 if __name__ == "__main__":

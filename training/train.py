@@ -42,7 +42,7 @@ class Mixer:
         self.encode = Encoder()
         self.books = books
         self.longest = 4
-        self.shares = {"image": 10, "video": 5, "audio": 14, "text": 900, "repeat": 5, "count": 1, "small_talk": 1}
+        self.shares = {"image": 8, "video": 4, "audio": 10, "text": 600, "repeat": 4, "count": 1, "small_talk": 1}
         self.pools: dict[str, list[Tensor]] = {}
 
     def sound_sample(self, pool: str, seed: int, index: int, noise: float) -> Sample:
@@ -89,8 +89,10 @@ class Mixer:
         """Held-out samples of every task; recall at the given length."""
         seed, samples = HELD_OUT_SEED, []
         for index in range(count):
-            samples += [image.sample(seed, index), video.sample(seed, index), text.repeat(seed, index)]
-            samples.append(self.sound_sample("held_out", seed, index, 0.0))
+            samples.append(text.repeat(seed, index))
+            if self.shares["image"]:
+                samples += [image.sample(seed, index), video.sample(seed, index)]
+                samples.append(self.sound_sample("held_out", seed, index, 0.0))
             if index % 4 == 0:
                 samples += [text.count(seed, index), text.small_talk(seed, index)]
             if index % 2 == 0:
@@ -129,9 +131,12 @@ class Trainer:
             towers, args.lr * 0.4, args.lr * 0.3, plain
         )
         self.step, self.spent_s = 0, 0.0
-        if args.resume and STATE.exists():
+        resuming = args.resume and STATE.exists()
+        if resuming:
             self.restore()
-        else:
+        if args.text_only:
+            self.mixer.shares |= {"image": 0, "video": 0, "audio": 0}
+        elif args.load_towers or not resuming:
             self.net.vision.load_state_dict(torch.load(RUNS / "vision.pt", weights_only=True)["net"])
             self.net.audio.load_state_dict(audio_state["encoder"])
 
@@ -204,7 +209,7 @@ class Trainer:
         while self.spent_s < self.args.minutes * 60:
             started = time.time()
             for task, loss in self.train_step().items():
-                sums[task] = sums.get(task, 0.0) + float(loss)
+                sums[task] = sums.get(task, 0.0) + float(loss.detach())
             if self.step % 4 == 0 and self.step % self.args.report_every > 8:
                 self.net.text.balance(0.003)
             self.spent_s += time.time() - started
@@ -224,6 +229,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=75, help="wall-clock training time in all, earlier runs included")
     parser.add_argument("--resume", action="store_true", help="continue from runs/nano.pt")
+    parser.add_argument("--text-only", action="store_true", help="leave pictures, clips and sounds out")
+    parser.add_argument("--load-towers", action="store_true", help="take the towers from their warm-up runs when resuming")
     parser.add_argument("--lr", type=float, default=5e-3, help="peak learning rate of the trunk's matrices")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--report-every", type=int, default=100, help="steps between held-out scores")

@@ -104,12 +104,12 @@ class Attention(nn.Module):
         """Masked softmax over keys, with the sink as one more logit that has no value."""
         scores = scores.float() * self.head**-0.5 + mask
         if self.sink is None:
-            return scores.softmax(-1).bfloat16()
+            return scores.softmax(-1)
         sink = self.sink.view(-1, *[1] * (scores.ndim - 2)).expand(*scores.shape[:-1], 1)
-        return torch.cat([scores, sink], dim=-1).softmax(-1).bfloat16()[..., :-1]
+        return torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
 
     def forward(self, x_TD: Tensor, groups: Groups) -> Tensor:
-        qkv = self.qkv(x_TD)
+        qkv = self.qkv(x_TD).float()
         sizes = [self.num_heads * self.head, self.num_kv * self.head, self.num_kv * self.value_head]
         mixed, start = [], 0
         for num_rows, length in groups:
@@ -117,10 +117,10 @@ class Attention(nn.Module):
             start += num_rows * length
             heads = part[..., : sizes[0] + sizes[1]].view(num_rows, length, -1, self.head)
             cos, sin = rope_tables(length, self.rotary, self.base)
-            turned = heads[..., : self.rotary].float()
+            turned = heads[..., : self.rotary]
             left, right = turned.chunk(2, dim=-1)
             turned = turned * cos + torch.cat([-right, left], dim=-1) * sin
-            heads = torch.cat([turned.to(heads.dtype), heads[..., self.rotary :]], dim=-1)
+            heads = torch.cat([turned, heads[..., self.rotary :]], dim=-1)
             value = part[..., sizes[0] + sizes[1] :].view(num_rows, length, self.num_kv, self.value_head)
             value = value * self.value_scale
             query, key, value = (
@@ -128,7 +128,9 @@ class Attention(nn.Module):
             )
             repeats = self.num_heads // self.num_kv
             key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-            mixed.append(self.mix(query, key, value).transpose(1, 2).reshape(num_rows * length, -1))
+            with torch.autocast("cpu", enabled=False):  # short products: float32 needs no per-shape kernel
+                out = self.mix(query, key, value)
+            mixed.append(out.transpose(1, 2).reshape(num_rows * length, -1))
         return self.o_proj(torch.cat(mixed)).float()
 
 
@@ -170,13 +172,17 @@ class Moe(nn.Module):
         counts = torch.bincount(chosen.reshape(-1), minlength=len(self.correction))
         if self.training:
             self.load += counts
+        # Every expert gets the same number of places, a multiple of 128: one batched product, few distinct shapes.
+        places = -(-int(counts.max()) // 128) * 128
+        expert = chosen.reshape(-1)[order]
+        slots = torch.arange(len(order)) - (counts.cumsum(0) - counts)[expert] + expert * places
         rows = order // self.top
-        gathered = x_TD.bfloat16()[rows]
-        outputs = []
-        for expert, part in enumerate(gathered.split(counts.tolist())):
-            gate, up = F.linear(part, self.gate_up[expert].bfloat16()).chunk(2, dim=-1)
-            outputs.append(F.linear(F.silu(gate) * up, self.down[expert].bfloat16()))
-        weighted = torch.cat(outputs).float() * weights.reshape(-1)[order][:, None]
+        dtype = torch.bfloat16 if torch.is_autocast_enabled("cpu") else torch.float32
+        buffer = torch.zeros(len(counts) * places, x_TD.shape[1], dtype=dtype)
+        buffer = buffer.index_copy(0, slots, x_TD.to(dtype)[rows]).view(len(counts), places, -1)
+        gate, up = (buffer @ self.gate_up.to(dtype).mT).chunk(2, dim=-1)
+        outputs = ((F.silu(gate) * up) @ self.down.to(dtype).mT).flatten(0, 1)
+        weighted = outputs[slots].float() * weights.reshape(-1)[order][:, None]
         return torch.zeros(num_tokens, x_TD.shape[1]).index_add(0, rows, weighted)
 
     @torch.no_grad()

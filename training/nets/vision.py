@@ -81,14 +81,20 @@ class VisionBlock(nn.Module):
         query = query_key[:, :, : self.num_heads].transpose(1, 2)
         key = query_key[:, :, self.num_heads :].transpose(1, 2).repeat_interleave(group, dim=1)
         value = qkv[:, :, self.num_heads + self.num_kv :].transpose(1, 2).repeat_interleave(group, dim=1)
-        scores = (query @ key.transpose(-1, -2)).float() * self.head**-0.5
+        with torch.autocast("cpu", enabled=False):
+            mixed = self.mix(query, key, value)
+        return self.proj(mixed.transpose(1, 2).reshape(num_slices, length, -1)).float()
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Softmax attention with the band and the bias on key 0 where the block has them."""
+        length = query.shape[2]
+        scores = query @ key.mT * self.head**-0.5
         if self.sinks is not None:
             place = torch.arange(length)
             hidden = (place[:, None] - place[None, :]).abs() > self.reach
             first = F.pad(self.sinks[:, None, None].expand(-1, length, 1), (0, length - 1))
             scores = (scores + first).masked_fill(hidden, float("-inf"))
-        mixed = scores.softmax(-1).to(value.dtype) @ value
-        return self.proj(mixed.transpose(1, 2).reshape(num_slices, length, -1)).float()
+        return scores.softmax(-1) @ value
 
     def forward(self, x_SLD: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
         x_SLD = x_SLD + self.attend(self.norm1(x_SLD), cos_LH, sin_LH)

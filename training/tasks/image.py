@@ -108,7 +108,7 @@ def render(rng: np.random.Generator, shape: str, colour: str, height: int, width
     margin = radius * 1.1
     centre = float(rng.uniform(margin, width - margin)), float(rng.uniform(margin, height - margin))
     draw_shape(canvas, shape, ink, centre, radius, float(rng.uniform(-0.18, 0.18)))
-    pixels = np.asarray(canvas.reduce(2), dtype=np.uint8)
+    pixels = np.array(canvas.reduce(2), dtype=np.uint8)
     if rng.random() < 0.35:
         noise = rng.standard_normal(pixels.shape, dtype=np.float32) * float(rng.uniform(1, 9))
         pixels = np.clip(pixels + noise, 0, 255).astype(np.uint8)

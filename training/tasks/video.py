@@ -82,7 +82,7 @@ def render(
         offset_x, offset_y = (along, across) if step_x else (across, along)
         canvas = Pil.new("RGB", (width * 2, height * 2), ground)
         draw_shape(canvas, shape, ink, (margin_x + offset_x, margin_y + offset_y), radius, turn)
-        frames.append(np.asarray(canvas.reduce(2), dtype=np.uint8))
+        frames.append(np.array(canvas.reduce(2), dtype=np.uint8))
     return np.stack(frames)
 
 
