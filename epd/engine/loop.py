@@ -69,6 +69,16 @@ class EngineLoop:
         self._handoff_bytes = 0
         self._failed_steps = 0
 
+    @property
+    def num_expected(self) -> int:
+        """Requests announced whose KV has not come."""
+        return self._desk.num_expected
+
+    @property
+    def num_orphans(self) -> int:
+        """Transfers nobody has announced."""
+        return self._desk.num_orphans
+
     def run(self) -> None:
         """Step until `stop`, or until a drain has finished. This is the outermost loop of a worker: a step that raises
         ends the requests it was about and the worker goes on."""
