@@ -7,12 +7,18 @@ for.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from encoder.links import MemoryLink
     from encoder.local import LocalEncoder
     from encoder.process import open_server, run_encoder
 
-__all__ = ["LocalEncoder", "open_server", "run_encoder"]
+__all__ = ["LocalEncoder", "MemoryLink", "open_server", "run_encoder"]
 
-_HOMES = {"LocalEncoder": "encoder.local", "open_server": "encoder.process", "run_encoder": "encoder.process"}
+_HOMES = {
+    "LocalEncoder": "encoder.local",
+    "MemoryLink": "encoder.links",
+    "open_server": "encoder.process",
+    "run_encoder": "encoder.process",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -1,0 +1,55 @@
+"""All stages in one process: the same stage code over the in-memory transport, for `mimo chat`, tests and small machines."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import torch
+
+from cli.load import ServeConfig
+from encoder import MemoryLink, open_server
+from encoder.client import EncoderClient
+from epd import EngineThread, MemoryNetwork, Renderer, create_app, fetch_limits, start_gateway
+from preprocess.fetch import Fetcher
+
+
+@asynccontextmanager
+async def unified_server(config: ServeConfig) -> AsyncIterator[int]:
+    """The pipeline of `config` in this process; gives the HTTP port. Everything is stopped when the block ends."""
+    (engine_config,) = config.prefill
+    (encoder_config,) = config.encoders
+    torch.set_num_threads(engine_config.threads)
+    network = MemoryNetwork()
+    engine = await asyncio.to_thread(EngineThread, engine_config, network.endpoint(config.gateway.prefill[0]))
+    engine.start()
+    try:
+        arena = f"{config.runtime_dir.name}-encoder-0"
+        with open_server(encoder_config, model_dir=config.model_dir, name="encoder-0", arena=arena) as encoder:
+            encoder.start()
+            async with (
+                Fetcher(fetch_limits(config.gateway)) as fetcher,
+                EncoderClient([MemoryLink(config.gateway.encoders[0], encoder)]) as client,
+            ):
+                app = create_app(
+                    config.gateway,
+                    renderer=Renderer.load(config.model_dir),
+                    fetcher=fetcher,
+                    encoder=client,
+                    prefill=[network.channel(address) for address in config.gateway.prefill],
+                )
+                runner, port = await start_gateway(app, host=config.gateway.host, port=config.gateway.port)
+                try:
+                    yield port
+                finally:
+                    await runner.cleanup()
+            await encoder.stop()
+    finally:
+        await asyncio.to_thread(engine.drain, config.supervisor.drain_s)
+        engine.stop()
+
+
+async def serve_unified(config: ServeConfig, stop: asyncio.Event, *, on_ready: Callable[[], None]) -> None:
+    """Serve until `stop` is set."""
+    async with unified_server(config):
+        on_ready()
+        await stop.wait()
