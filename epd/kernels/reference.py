@@ -55,7 +55,7 @@ class BatchedDenseAttention:
         if spec.window_left is not None and spec.window_left + 1 < self._length:
             out_BLNV = _block_window_attention(spec, q_BLNH, k_BLKH, v_BLKV, sink_N)
         elif sink_N is None:
-            out_BLNV = _causal_attention(spec, q_BLNH, k_BLKH, v_BLKV)
+            out_BLNV = fused_attention(q_BLNH, k_BLKH, v_BLKV, None, scale=spec.scale)
         else:
             position_L = torch.arange(self._length, device=q_TNH.device)
             visible_LL = visible_keys(position_L, position_L, spec.window_left)
@@ -123,8 +123,15 @@ class PagedAttention:
             key_position_BS = read.key_start[:, None] + torch.arange(k_BSKH.shape[1], device=q_TNH.device)
             visible_BQS = visible_keys(read.query_position, key_position_BS, spec.window_left)
             # What lies beyond the sequence has probability zero, but zero times NaN would still be NaN.
-            v_BSKV.masked_fill_(~visible_BQS.any(dim=1)[..., None, None], 0.0)
-            out_TNV[read.rows] = softmax_attention(spec, q_TNH[read.rows], k_BSKH, v_BSKV, visible_BQS, sink_N)
+            is_unseen = ~visible_BQS.any(dim=1)[..., None, None]
+            k_BSKH.masked_fill_(is_unseen, 0.0)
+            v_BSKV.masked_fill_(is_unseen, 0.0)
+            q_BQNH = q_TNH[read.rows]
+            if sink_N is None and q_BQNH.shape[1] > 1:
+                out_BQNV = fused_attention(q_BQNH, k_BSKH, v_BSKV, visible_BQS, scale=spec.scale)
+            else:
+                out_BQNV = softmax_attention(spec, q_BQNH, k_BSKH, v_BSKV, visible_BQS, sink_N)
+            out_TNV[read.rows] = out_BQNV
         return out_TNV
 
     def _reads_of(self, window_left: int | None) -> list[_Read]:
@@ -207,19 +214,26 @@ def softmax_attention(
     return torch.einsum("bkgqs,bskv->bqkgv", prob_BKGQS.to(v_BSKV.dtype), v_BSKV).flatten(2, 3)
 
 
-def _causal_attention(spec: AttentionSpec, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKV: Tensor) -> Tensor:
-    """Return [B, L, N, V] without a window or a sink, in memory linear in L."""
-    # Values are padded to the key width: the fused kernels want equal widths, and without one L x L scores are stored.
-    v_BLKH = F.pad(v_BLKV, (0, spec.qk_dim - spec.v_dim)) if spec.v_dim < spec.qk_dim else v_BLKV
-    out_BNLH = F.scaled_dot_product_attention(
-        q_BLNH.transpose(1, 2),
-        k_BLKH.transpose(1, 2),
-        v_BLKH.transpose(1, 2),
-        is_causal=True,
-        scale=spec.scale,
-        enable_gqa=spec.num_heads != spec.num_kv_heads,
+def fused_attention(
+    q_BQNH: Tensor, k_BSKH: Tensor, v_BSKV: Tensor, visible_BQS: Tensor | None, *, scale: float
+) -> Tensor:
+    """Return [B, Q, N, V] by torch's own kernels, which need not store the scores.
+
+    `visible_BQS` None means causal, with Q = S. Keys and values that no query sees must be finite.
+    """
+    # The fused kernels ask for one width of a multiple of eight; without them all scores of all heads are stored.
+    width = -(-max(q_BQNH.shape[-1], v_BSKV.shape[-1]) // 8) * 8
+    q, k, v = (F.pad(x, (0, width - x.shape[-1])).transpose(1, 2) for x in (q_BQNH, k_BSKH, v_BSKV))
+    out_BNQV = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=None if visible_BQS is None else visible_BQS[:, None],
+        is_causal=visible_BQS is None,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
     )
-    return out_BNLH.transpose(1, 2)[..., : spec.v_dim]
+    return out_BNQV.transpose(1, 2)[..., : v_BSKV.shape[-1]]
 
 
 def _block_window_attention(
@@ -251,14 +265,10 @@ def _block_window_attention(
         v_BMSKV = v_BMSKV * (1 - is_first_S)
         q_BLNH = torch.cat([q_BLNH, sink_N.to(q_BLNH.dtype)[:, None].expand(*q_BLNH.shape[:-1], 1)], dim=-1)
     q_BMCNH = torch.unflatten(F.pad(q_BLNH, (0, 0, 0, 0, 0, tail)), 1, (num_blocks, block))
-    # One width of a multiple of eight for all three is what the fused kernels ask for.
-    width = -(-max(q_BMCNH.shape[-1], spec.v_dim) // 8) * 8
-    q, k, v = (F.pad(x, (0, width - x.shape[-1])).flatten(0, 1).transpose(1, 2) for x in (q_BMCNH, k_BMSKH, v_BMSKV))
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=visible_MCS.repeat(batch, 1, 1)[:, None], scale=1.0, enable_gqa=q.shape[1] != k.shape[1]
+    out_BCNV = fused_attention(
+        q_BMCNH.flatten(0, 1), k_BMSKH.flatten(0, 1), v_BMSKV.flatten(0, 1), visible_MCS.repeat(batch, 1, 1), scale=1.0
     )
-    out_BMCNV = torch.unflatten(out.transpose(1, 2)[..., : spec.v_dim], 0, (batch, num_blocks))
-    return out_BMCNV.flatten(1, 2)[:, :length]
+    return torch.unflatten(out_BCNV, 0, (batch, num_blocks)).flatten(1, 2)[:, :length]
 
 
 def _own_and_previous(x_BLKD: Tensor, num_blocks: int, block: int, tail: int) -> Tensor:
