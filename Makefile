@@ -30,7 +30,7 @@ $(TEST_STAMP): pyproject.toml | $(BIN)/python
 	@touch $@ $(RUN_STAMP)
 
 serve: $(RUN_STAMP)
-	$(BIN)/mimo serve --mode epd $(ARGS)
+	$(BIN)/mimo serve --mode epd --media-root samples $(ARGS)
 
 test: $(TEST_STAMP)
 	scripts/check

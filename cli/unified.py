@@ -1,4 +1,4 @@
-"""All stages in one process: the same stage code over the in-memory transport, for `mimo chat`, tests and small machines."""
+"""All stages in one process: the same stage code over the in-memory transport, for `mimo chat` and small machines."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
