@@ -124,7 +124,9 @@ class AnswerParser:
         """Emit text up to `tag` and move on, or all that cannot be the beginning of the tag."""
         at = self._held.find(tag) if tag is not None else -1
         if tag is not None and at >= 0:
-            text, self._held = self._held[:at], self._held[at + len(tag) :]
+            # A call keeps its opening tag: an unfinished or foreign block is given back as text, whole.
+            skipped = 0 if then == "call" else len(tag)
+            text, self._held = self._held[:at], self._held[at + skipped :]
             self._state = then
         else:
             keep = _partial_at_end(self._held, tag) if tag is not None else 0
@@ -134,9 +136,6 @@ class AnswerParser:
         return at >= 0
 
     def _call(self, pieces: list[Piece]) -> bool:
-        # The opening tag was consumed; an unfinished block must give it back as text in `close`.
-        if not self._held.startswith(CALL_OPEN):
-            self._held = CALL_OPEN + self._held
         at = self._held.find(CALL_CLOSE)
         if at < 0:
             return False

@@ -62,7 +62,10 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Finds the first stop string in a stream, also across piece borders, and holds back what might become one."""
+    """Finds the stop string that is complete first, also across piece borders; holds back what might become one.
+
+    Of several that end at the same character the longest counts, so the result does not depend on how the text is cut.
+    """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops
@@ -74,9 +77,9 @@ class StopStrings:
         if self.matched is not None:
             return ""
         text = self._held + text
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            at, self.matched = min(found)
+            _, at, self.matched = min(found)
             self._held = ""
             return text[:at]
         keep = self._longest_prefix_at_end(text)

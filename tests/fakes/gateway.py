@@ -47,7 +47,9 @@ def tiny_renderer(**generation: Any) -> Renderer:
         "processor_config": processor_config(vocabulary),
     }
     template = ChatTemplate.load(MODEL_DIR)
-    return Renderer(vocabulary=vocabulary, template=template, config=config, generation=generation or {"do_sample": False})
+    return Renderer(
+        vocabulary=vocabulary, template=template, config=config, generation=generation or {"do_sample": False}
+    )
 
 
 RENDERER = tiny_renderer()
@@ -87,7 +89,9 @@ class Stack:
 
     async def events(self, content: Any = "hello", **fields: Any) -> list[Any]:
         """The events of one stream, parsed; `[DONE]` as the string."""
-        async with self.session.post("/v1/chat/completions", json=chat_body(content, stream=True, **fields)) as response:
+        async with self.session.post(
+            "/v1/chat/completions", json=chat_body(content, stream=True, **fields)
+        ) as response:
             assert response.status == 200, await response.text()
             assert response.content_type == "text/event-stream"
             blocks = (await response.text()).split("\n\n")

@@ -1,0 +1,242 @@
+"""Liveness, mailboxes and late messages of the fleet, over the memory transport and a clock that is set by hand."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from epd.errors import StageUnavailable
+from epd.router.workers import Event, Fleet, Lost
+from epd.transport.base import Received
+from epd.transport.memory import MemoryEndpoint, MemoryNetwork
+from epd.types import (
+    Abort,
+    ExpectKv,
+    Finish,
+    FinishReason,
+    GenerateRequest,
+    Hello,
+    KvRefused,
+    Role,
+    SamplingParams,
+    Submit,
+    TokenDelta,
+    Usage,
+    WorkerInfo,
+)
+
+USAGE = Usage(prompt_tokens=1, completion_tokens=1)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Hand:
+    """A worker driven by the test, message by message."""
+
+    def __init__(self, network: MemoryNetwork, address: str, role: Role) -> None:
+        self.network = network
+        self.address = address
+        self.role = role
+        self.endpoint: MemoryEndpoint = network.endpoint(address)
+        self.last: Received | None = None
+
+    async def expect(self, kind: type) -> Received:
+        """The next message of this kind; heartbeats in between are skipped."""
+        for _ in range(200):
+            for received in self.endpoint.receive(0):
+                if isinstance(received.message, kind):
+                    self.last = received
+                    return received
+                assert isinstance(received.message, Hello), received
+            await asyncio.sleep(0)
+        raise AssertionError(f"{self.address} got no {kind.__name__}")
+
+    async def quiet(self) -> None:
+        for _ in range(20):
+            assert all(isinstance(received.message, Hello) for received in self.endpoint.receive(0))
+            await asyncio.sleep(0)
+
+    async def answer_hello(self, incarnation: str = "one", *, ready: bool = True) -> None:
+        received = await self.expect(Hello)
+        self.say_info(received, incarnation, ready=ready)
+        await asyncio.sleep(0.002)
+
+    def say_info(self, received: Received, incarnation: str, *, ready: bool = True) -> None:
+        info = WorkerInfo(
+            sequence=0,
+            worker=self.address,
+            incarnation=incarnation,
+            role=self.role,
+            address=self.address,
+            model="m",
+            max_context_tokens=100,
+            eos_token_ids=(),
+            num_waiting=0,
+            num_running=0,
+            full_pages_free=1,
+            full_pages_total=1,
+            window_pages_free=1,
+            window_pages_total=1,
+            ready=ready,
+        )
+        self.endpoint.send(received.peer, info)
+
+    def restart(self) -> None:
+        self.endpoint.close()
+        self.endpoint = self.network.endpoint(self.address)
+
+
+def request(request_id: str = "r#1") -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=1)
+    return GenerateRequest(
+        request_id=request_id, token_ids=(1, 2), sampling=sampling, arrival_unix_s=0, deadline_unix_s=1
+    )
+
+
+@asynccontextmanager
+async def fleet_of(*roles: Role, clock: Clock | None = None) -> AsyncIterator[tuple[Fleet, list[Hand], Clock]]:
+    network, clock = MemoryNetwork(), clock or Clock()
+    hands = [Hand(network, f"memory://{i}", role) for i, role in enumerate(roles)]
+    fleet = Fleet(
+        prefill=[network.channel(hand.address) for hand in hands if hand.role is not Role.DECODE],
+        decode=[network.channel(hand.address) for hand in hands if hand.role is Role.DECODE],
+        heartbeat_s=3600.0,
+        timeout_s=5.0,
+        clock=clock,
+    )
+    fleet.start()
+    try:
+        yield fleet, hands, clock
+    finally:
+        await fleet.stop()
+
+
+async def soon(fleet: Fleet, attempt_events: "asyncio.Future[Event] | asyncio.Task[Event]") -> Event:
+    return await asyncio.wait_for(attempt_events, 1.0)
+
+
+async def test_a_worker_is_used_once_it_has_said_it_is_ready() -> None:
+    async with fleet_of(Role.BOTH) as (fleet, (hand,), clock):
+        assert fleet.max_context_tokens() is None
+        with pytest.raises(StageUnavailable, match="both"):
+            await fleet.submit(request(), give_up_s=clock.now_s)
+        await hand.answer_hello(ready=False)
+        assert "loading" in (fleet.workers[0].why_not_ready() or "")
+        waiting = asyncio.create_task(fleet.submit(request(), give_up_s=clock.now_s + 10))
+        await asyncio.sleep(0.005)
+        assert not waiting.done()
+        fleet.tick()
+        await hand.answer_hello()
+        attempt = await asyncio.wait_for(waiting, 1)
+        received = await hand.expect(Submit)
+        assert received.message == Submit(request=request())
+        assert fleet.max_context_tokens() == 100
+        fleet.close(attempt)
+        assert isinstance((await hand.expect(Abort)).message, Abort)
+
+
+async def test_messages_reach_their_attempt_and_a_finished_one_is_not_aborted() -> None:
+    async with fleet_of(Role.BOTH) as (fleet, (hand,), clock):
+        await hand.answer_hello()
+        attempt = await fleet.submit(request(), give_up_s=clock.now_s)
+        peer = (await hand.expect(Submit)).peer
+        delta = TokenDelta(request_id="r#1", index=0, token_ids=(4,))
+        finish = Finish(request_id="r#1", reason=FinishReason.STOP, usage=USAGE)
+        hand.endpoint.send(peer, delta)
+        hand.endpoint.send(peer, finish)
+        assert [await attempt.next_event(), await attempt.next_event()] == [delta, finish]
+        fleet.close(attempt)
+        fleet.close(attempt)
+        await hand.quiet()
+
+
+async def test_split_roles_get_the_expectation_first_and_the_address() -> None:
+    async with fleet_of(Role.PREFILL, Role.DECODE) as (fleet, (prefill, decode), clock):
+        await prefill.answer_hello("p")
+        await decode.answer_hello("d")
+        await fleet.submit(request(), give_up_s=clock.now_s)
+        assert (await decode.expect(ExpectKv)).message == ExpectKv(request=request())
+        submit = (await prefill.expect(Submit)).message
+        assert submit == Submit(request=request(), decode_address=decode.address, decode_incarnation="d")
+
+
+async def test_a_refused_transfer_is_a_failure_that_may_be_retried() -> None:
+    async with fleet_of(Role.PREFILL, Role.DECODE) as (fleet, (prefill, decode), clock):
+        await prefill.answer_hello()
+        await decode.answer_hello()
+        attempt = await fleet.submit(request(), give_up_s=clock.now_s)
+        peer = (await decode.expect(ExpectKv)).peer
+        decode.endpoint.send(peer, KvRefused(request_id="r#1", message="full"))
+        event = await attempt.next_event()
+        assert isinstance(event, Finish)
+        assert event.retryable
+        fleet.close(attempt)
+        assert isinstance((await prefill.expect(Submit)).message, Submit)
+        await prefill.expect(Abort)
+
+
+@pytest.mark.parametrize("how", ["disconnect", "incarnation", "silence"])
+async def test_a_lost_worker_is_told_to_its_attempts(how: str) -> None:
+    async with fleet_of(Role.BOTH) as (fleet, (hand,), clock):
+        await hand.answer_hello("one")
+        attempt = await fleet.submit(request(), give_up_s=clock.now_s)
+        received = await hand.expect(Submit)
+        match how:
+            case "disconnect":
+                hand.endpoint.close()
+            case "incarnation":
+                hand.say_info(received, "two")
+            case _:
+                clock.now_s += 4.0
+                fleet.tick()
+                await hand.quiet()
+                clock.now_s += 2.0
+                fleet.tick()
+        event = await asyncio.wait_for(attempt.next_event(), 1)
+        assert isinstance(event, Lost)
+        assert event.worker == hand.address
+        fleet.close(attempt)
+
+
+async def test_a_restarted_worker_is_used_again_with_its_new_incarnation() -> None:
+    async with fleet_of(Role.PREFILL, Role.DECODE) as (fleet, (prefill, decode), clock):
+        await prefill.answer_hello()
+        await decode.answer_hello("old")
+        decode.restart()
+        await asyncio.sleep(0.005)
+        assert not fleet.workers[1].ready
+        await decode.answer_hello("new")
+        await fleet.submit(request(), give_up_s=clock.now_s)
+        submit = (await prefill.expect(Submit)).message
+        assert isinstance(submit, Submit)
+        assert submit.decode_incarnation == "new"
+
+
+async def test_a_late_delta_is_aborted_once_per_attempt() -> None:
+    async with fleet_of(Role.BOTH) as (fleet, (hand,), _):
+        received = await hand.expect(Hello)
+        for index in range(3):
+            hand.endpoint.send(received.peer, TokenDelta(request_id="old#1", index=index, token_ids=(1,)))
+        hand.endpoint.send(received.peer, Finish(request_id="old#1", reason=FinishReason.STOP, usage=USAGE))
+        assert (await hand.expect(Abort)).message == Abort(request_id="old#1")
+        await hand.quiet()
+        assert fleet.num_late_messages == 4
+
+
+async def test_cancelling_a_wait_leaves_nothing() -> None:
+    async with fleet_of(Role.BOTH) as (fleet, (hand,), clock):
+        waiting = asyncio.create_task(fleet.submit(request(), give_up_s=clock.now_s + 10))
+        await asyncio.sleep(0.005)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await hand.answer_hello()
+        assert not fleet.workers[0].attempts
+        await hand.quiet()
