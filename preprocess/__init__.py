@@ -1,8 +1,12 @@
 """Media front end: bytes in, model-ready patches and log-mel frames out. Knows nothing of models or sockets.
 
-The names below are light (no torch). The heavy half is reached by submodule: `preprocess.pipeline.prepare`,
-`preprocess.pool.DecodePool`, `preprocess.fetch.Fetcher`.
+Importing the package is light. `Fetcher` (aiohttp), `prepare` and `DecodePool` (torch, the decoders) load on first use.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
 
 from preprocess.config import DecodeLimits, FetchLimits, ProcessorConfig
 from preprocess.errors import (
@@ -30,10 +34,17 @@ from preprocess.types import (
     Waveform,
 )
 
+if TYPE_CHECKING:
+    from preprocess.fetch import Fetcher
+    from preprocess.pipeline import prepare
+    from preprocess.pool import DecodePool
+
 __all__ = [
     "DecodeLimits",
+    "DecodePool",
     "Expansion",
     "FetchLimits",
+    "Fetcher",
     "Frames",
     "MediaDecodeTimeout",
     "MediaError",
@@ -57,4 +68,17 @@ __all__ = [
     "Waveform",
     "expand",
     "media_key",
+    "prepare",
 ]
+
+_LOADED_ON_USE: Final = {
+    "DecodePool": "preprocess.pool",
+    "Fetcher": "preprocess.fetch",
+    "prepare": "preprocess.pipeline",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LOADED_ON_USE:
+        return getattr(importlib.import_module(_LOADED_ON_USE[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

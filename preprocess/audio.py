@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import io
 import math
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -33,8 +34,12 @@ _BLOCK_FRAMES: Final = 8192
 _MAX_DENSE_TAPS: Final = 1 << 20
 
 
-def decode_audio(content: bytes, limits: DecodeLimits) -> Waveform:
-    """All samples of a sound file, or of the audio track of a video file.
+def no_deadline() -> None:
+    """The deadline check of a call without a deadline."""
+
+
+def decode_audio(content: bytes, limits: DecodeLimits, *, check_deadline: Callable[[], None] = no_deadline) -> Waveform:
+    """All samples of a sound file, or of the audio track of a video file. `check_deadline` may raise to give up.
 
     Raises MediaUndecodable for empty, silent-of-samples, damaged or non-finite sound, MediaUnsupported for other
     kinds of file, MediaTooLarge for one that lasts too long.
@@ -43,15 +48,17 @@ def decode_audio(content: bytes, limits: DecodeLimits) -> Waveform:
         waveform = _decode_with_soundfile(content, limits)
         if waveform is not None:
             return _checked(waveform, content)
-    waveform, _ = _decode_with_ffmpeg(content, limits)
+    waveform, _ = _decode_with_ffmpeg(content, limits, check_deadline)
     if waveform is None:
         raise MediaUndecodable(f"no decodable audio in the file ({describe(content)})")
     return _checked(waveform, content)
 
 
-def decode_track(content: bytes, limits: DecodeLimits) -> tuple[Waveform | None, tuple[str, ...]]:
+def decode_track(
+    content: bytes, limits: DecodeLimits, *, check_deadline: Callable[[], None] = no_deadline
+) -> tuple[Waveform | None, tuple[str, ...]]:
     """The audio track of a video and warnings; None when there is no track, or nothing of it decodes."""
-    waveform, warnings = _decode_with_ffmpeg(content, limits)
+    waveform, warnings = _decode_with_ffmpeg(content, limits, check_deadline)
     if waveform is None:
         return None, warnings
     if not np.isfinite(waveform.samples).all():
@@ -83,7 +90,9 @@ def _decode_with_soundfile(content: bytes, limits: DecodeLimits) -> Waveform | N
         return None
 
 
-def _decode_with_ffmpeg(content: bytes, limits: DecodeLimits) -> tuple[Waveform | None, tuple[str, ...]]:
+def _decode_with_ffmpeg(
+    content: bytes, limits: DecodeLimits, check_deadline: Callable[[], None]
+) -> tuple[Waveform | None, tuple[str, ...]]:
     pieces: list[NDArray[np.float32]] = []
     num_samples = 0
     rate_hz = 0
@@ -93,6 +102,7 @@ def _decode_with_ffmpeg(content: bytes, limits: DecodeLimits) -> tuple[Waveform 
             return None, ()
         reader = FrameReader(container, stream)
         for frame in reader:
+            check_deadline()
             piece_CN = _frame_samples(frame)
             if pieces and (piece_CN.shape[0] != pieces[0].shape[0] or frame.sample_rate != rate_hz):
                 raise MediaUnsupported("the audio changes its channels or its rate on the way")

@@ -79,7 +79,8 @@ def normalised(pixels_HWC: NDArray[np.uint8], *, height: int, width: int) -> tor
     """[3, height, width] float32: bilinear without antialias, neither rounded nor clamped, then CLIP's mean and std."""
     # A copy when rows are reversed or rotated (negative strides), which torch does not take.
     source_HWC = torch.from_numpy(np.ascontiguousarray(pixels_HWC))
-    picture_1CHW = source_HWC.permute(2, 0, 1).unsqueeze(0).to(torch.float32, memory_format=torch.contiguous_format)
+    # Left in the memory order it has: the resize is a third faster on interleaved channels, with the same result.
+    picture_1CHW = source_HWC.permute(2, 0, 1).unsqueeze(0).to(torch.float32)
     if picture_1CHW.shape[-2:] != (height, width):
         picture_1CHW = torch.nn.functional.interpolate(
             picture_1CHW, size=(height, width), mode="bilinear", align_corners=False, antialias=False

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from preprocess.audio import decode_audio, decode_track, log_mel
+from preprocess.audio import decode_audio, decode_track, log_mel, no_deadline
 from preprocess.config import ProcessorConfig
 from preprocess.errors import MediaInvalid
 from preprocess.image import decode_image
@@ -23,10 +23,6 @@ from preprocess.resize import smart_resize
 from preprocess.tokens import slice_audio
 from preprocess.types import Frames, MediaKey, MediaLayout, MediaOptions, MelFrames, Modality, PreparedMedia
 from preprocess.video import SampledVideo, sample_video
-
-
-def no_deadline() -> None:
-    """The deadline check of a call without a deadline."""
 
 
 def prepare(
@@ -40,7 +36,7 @@ def prepare(
 ) -> PreparedMedia:
     """Everything the towers and the prompt need to know of one medium.
 
-    `check_deadline` is called between steps, and at every decoded video frame; it may raise to give up. Raises only
+    `check_deadline` is called at every decoded frame of video or sound; it may raise to give up. Raises only
     MediaError for bad media.
     """
     check_deadline()
@@ -50,7 +46,7 @@ def prepare(
         case Modality.VIDEO:
             return _prepare_video(content, options, config, key, check_deadline)
         case Modality.AUDIO:
-            return _prepare_audio(content, config, key)
+            return _prepare_audio(content, config, key, check_deadline)
 
 
 def _prepare_image(content: bytes, options: MediaOptions, config: ProcessorConfig, key: MediaKey) -> PreparedMedia:
@@ -98,9 +94,7 @@ def _prepare_video(
 def _video_sound(
     content: bytes, config: ProcessorConfig, check_deadline: Callable[[], None]
 ) -> tuple[MelFrames | None, tuple[str, ...]]:
-    check_deadline()
-    waveform, warnings = decode_track(content, config.limits)
-    check_deadline()
+    waveform, warnings = decode_track(content, config.limits, check_deadline=check_deadline)
     return (None if waveform is None else log_mel(waveform, config.audio)), warnings
 
 
@@ -119,7 +113,10 @@ def _video_layout(video: SampledVideo, mel: MelFrames | None, config: ProcessorC
     )
 
 
-def _prepare_audio(content: bytes, config: ProcessorConfig, key: MediaKey) -> PreparedMedia:
-    mel = log_mel(decode_audio(content, config.limits), config.audio)
+def _prepare_audio(
+    content: bytes, config: ProcessorConfig, key: MediaKey, check_deadline: Callable[[], None]
+) -> PreparedMedia:
+    waveform = decode_audio(content, config.limits, check_deadline=check_deadline)
+    mel = log_mel(waveform, config.audio)
     layout = MediaLayout(modality=Modality.AUDIO, num_audio_rows=mel.num_tokens)
     return PreparedMedia(key=key, layout=layout, patches=None, mel=mel)

@@ -5,8 +5,8 @@ threads decode nearly twice as many pictures as one, and results need no copy. R
 processes by pickle costs more than decoding them.
 
 A thread cannot be killed. A call that runs past its deadline is answered at once with MediaDecodeTimeout; its thread
-gives up at the next check (every decoded video frame), and until then counts as busy, so that a stuck decoder lowers
-the pool's capacity instead of piling up threads.
+gives up at the next check (every decoded frame of video or sound), and until then counts as busy, so that a stuck
+decoder lowers the pool's capacity instead of piling up threads.
 """
 
 from __future__ import annotations

@@ -92,7 +92,8 @@ def _by_container(content: bytes) -> str | None:
 def _by_sync(content: bytes) -> str | None:
     if content[0:1] == b"G" and content[188:189] in (b"G", b"") and content[376:377] in (b"G", b""):
         return "MPEG-TS" if len(content) >= 188 else None
-    if len(content) > 2 and content[0] == 0xFF and content[1] & 0xE0 == 0xE0:
+    # FF FE is also how UTF-16 text starts, and MPEG layer I, the other reading, is not met in practice.
+    if len(content) > 2 and content[0] == 0xFF and content[1] & 0xE0 == 0xE0 and content[1] != 0xFE:
         return "AAC" if content[1] & 0x06 == 0 else "MP3"
     return None
 

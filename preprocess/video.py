@@ -141,6 +141,7 @@ class PyAvReader:
             # Edit lists mark packets that are needed as references and never shown.
             self.num_frames = sum(1 for packet in packets if packet.size and not packet.is_discard)
             self.rate_fps = _rate_fps(container, stream, self.num_frames)
+            self._shortfall = _shortfall(stream, self.num_frames)
         if self.num_frames == 0:
             raise MediaUndecodable(f"the video has no frames ({describe(content)})")
         _check_length(self.num_frames, self.rate_fps, limits)
@@ -163,7 +164,7 @@ class PyAvReader:
                 num_decoded += 1
                 if target is None:
                     break
-            self.warnings = reader.warnings
+            self.warnings = self._shortfall + reader.warnings
             if target is not None:
                 raise FewerFrames(num_decoded)
 
@@ -213,6 +214,13 @@ def pick_video_stream(container: Any, content: bytes) -> Any:
         if stream.codec_context is None:
             raise MediaUndecodable(f"the video's codec is not known here ({describe(content)})")
     return next((stream for stream in streams if stream.disposition & Disposition.default), streams[0])
+
+
+def _shortfall(stream: Any, num_frames: int) -> tuple[str, ...]:
+    """A warning when the file announces more frames than it holds, as one cut short does."""
+    if stream.frames > num_frames:
+        return (f"the file announces {stream.frames} frames and holds {num_frames}",)
+    return ()
 
 
 def _rate_fps(container: Any, stream: Any, num_frames: int) -> float:

@@ -36,14 +36,16 @@ def make_video(
     sound: NDArray[np.float32] | None = None,
     corner: bool = False,
     pts: list[int] | None = None,
+    options: dict[str, str] | None = None,
 ) -> bytes:
     """A clip whose frame i is grey level `grey_of_frame(i)`; `corner` paints the top left quarter red.
 
-    `sound` is [N] mono at 24 kHz; `pts` gives frame times in units of 1 / rate instead of 0, 1, 2...
+    `sound` is [N] mono at 24 kHz; `pts` gives frame times in units of 1 / rate instead of 0, 1, 2...,
+    `options` are the container's.
     """
     file = io.BytesIO()
     height, width = size
-    with av.open(file, mode="w", format=container) as output:
+    with av.open(file, mode="w", format=container, options=options or {}) as output:
         video: Any = output.add_stream(codec, rate=rate)
         video.width, video.height, video.pix_fmt = width, height, "yuv420p"
         video.codec_context.gop_size = gop
@@ -100,3 +102,24 @@ def picture_file(pixels: NDArray[Any] | Image.Image, kind: str = "PNG", **option
     image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
     image.save(file, kind, **options)
     return file.getvalue()
+
+
+def index_first(clip: bytes) -> bytes:
+    """The mp4 with its index moved to the front, so that cutting the file off loses pictures and not the index."""
+    start = clip.index(b"moov") - 4
+    data = clip.index(b"mdat") - 4
+    moov = bytearray(clip[start : start + int.from_bytes(clip[start : start + 4], "big")])
+    at = moov.index(b"stco") + 8
+    num_chunks = int.from_bytes(moov[at : at + 4], "big")
+    for entry in range(at + 4, at + 4 + 4 * num_chunks, 4):
+        offset = int.from_bytes(moov[entry : entry + 4], "big") + len(moov)
+        moov[entry : entry + 4] = offset.to_bytes(4, "big")
+    return clip[:data] + bytes(moov) + clip[data:start] + clip[start + len(moov) :]
+
+
+def with_cover(song: bytes, cover: bytes) -> bytes:
+    """The mp3 with a PNG as its cover picture, in an ID3 tag in front."""
+    picture = b"\0image/png\0\3\0" + cover
+    frame = b"APIC" + struct.pack(">I", len(picture)) + b"\0\0" + picture
+    size = bytes(len(frame) >> shift & 127 for shift in (21, 14, 7, 0))
+    return b"ID3\3\0\0" + size + frame + song

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import preprocess
 from preprocess import MediaError, MediaInvalid, MediaKey, MediaOptions, Modality, PreparedMedia, ProcessorConfig
 from preprocess.pipeline import prepare
 from tests.fakes.clips import blocks, make_video, picture_file, sine, sound_file
@@ -102,6 +103,13 @@ def test_random_bytes_and_flipped_bits_are_media_errors_or_media(modality: Modal
             except MediaError:
                 continue
             assert prepared.layout.num_rows > 0
+
+
+def test_the_public_names_exist() -> None:
+    assert all(hasattr(preprocess, name) for name in preprocess.__all__)
+    assert preprocess.prepare is prepare
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        preprocess.nonsense  # noqa: B018
 
 
 def test_the_package_and_its_light_modules_do_not_load_torch() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from preprocess import MediaDecodeTimeout, MediaKey, MediaOptions, MediaUndecodable, Modality, ProcessorConfig
 from preprocess.pool import DecodePool
-from tests.fakes.clips import blocks, make_video, picture_file
+from tests.fakes.clips import blocks, make_video, picture_file, sine
 
 KEY = MediaKey("0" * 32)
 
@@ -47,6 +48,24 @@ async def test_the_deadline_answers_and_stops_the_thread(pool: DecodePool, tiny:
         picture, modality=Modality.IMAGE, options=MediaOptions(), config=tiny, key=KEY, timeout_s=30.0
     )
     assert prepared.layout.num_rows == 9
+
+
+async def test_threads_do_not_disturb_each_other(tiny: ProcessorConfig) -> None:
+    pool = DecodePool(4)
+    content = make_video(40, corner=True, sound=sine(4.0)[:, 0])
+    calls = [
+        pool.prepare(content, modality=Modality.VIDEO, options=MediaOptions(), config=tiny, key=KEY) for _ in range(8)
+    ]
+    first, *others = await asyncio.gather(*calls)
+    pool.close()
+    assert first.patches is not None
+    assert first.mel is not None
+    for other in others:
+        assert other.layout == first.layout
+        assert other.patches is not None
+        assert other.mel is not None
+        np.testing.assert_array_equal(other.patches.pixel_values, first.patches.pixel_values)
+        np.testing.assert_array_equal(other.mel.log_mel, first.mel.log_mel)
 
 
 def test_thread_count_is_checked() -> None:

@@ -21,10 +21,20 @@ from preprocess import (
     MediaUnsupported,
     ProcessorConfig,
 )
+from preprocess.audio import decode_audio
 from preprocess.config import VideoBackend, VideoBudget
 from preprocess.patchify import normalised
 from preprocess.video import DecordReader, PyAvReader, VideoReader, sample_video
-from tests.fakes.clips import grey_of_frame, make_video, picture_file, rotated, sine, sound_file
+from tests.fakes.clips import (
+    grey_of_frame,
+    index_first,
+    make_video,
+    picture_file,
+    rotated,
+    sine,
+    sound_file,
+    with_cover,
+)
 
 LIMITS = DecodeLimits()
 
@@ -190,9 +200,16 @@ def test_transparent_animation_is_over_white() -> None:
     assert pixels[8, 8].tolist() == [255, 255, 255]
 
 
-def test_cover_art_is_not_video() -> None:
-    with pytest.raises(MediaUndecodable, match="no video stream"):
+def test_sound_is_not_video() -> None:
+    with pytest.raises(MediaUndecodable, match="no video stream in the file"):
         reader_of(sound_file(sine(0.5)))
+
+
+def test_cover_art_is_not_video() -> None:
+    song = with_cover(sound_file(sine(0.5), kind="MP3"), picture_file(np.zeros((16, 16, 3), np.uint8)))
+    with pytest.raises(MediaUndecodable, match="no video stream besides cover art"):
+        reader_of(song)
+    assert decode_audio(song, LIMITS).duration_s == pytest.approx(0.5, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -226,6 +243,15 @@ def test_an_index_without_its_data_is_an_error(budget: VideoBudget) -> None:
     content = make_video(40)
     with pytest.raises(MediaUndecodable):
         sample_video(content[: len(content) // 3], budget=budget, limits=LIMITS)
+
+
+@pytest.mark.parametrize("container", ["mp4", "avi", "matroska"])
+def test_files_cut_off_after_their_index(container: str, budget: VideoBudget) -> None:
+    content = make_video(60, container=container, codec="mpeg4", corner=True)
+    content = index_first(content) if container == "mp4" else content
+    sampled = sample_video(content[: len(content) * 7 // 10], budget=budget, limits=LIMITS)
+    assert 20 < sampled.indices[-1] < 50
+    assert any("announces 60 frames" in warning for warning in sampled.warnings) or container == "matroska"
 
 
 def test_a_cut_file_is_sampled_over_what_is_left(budget: VideoBudget) -> None:

@@ -1,0 +1,54 @@
+"""Names for what a file is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from preprocess.sniff import describe, sniff
+from tests.fakes.clips import make_video, picture_file, sine, sound_file
+
+PIXELS = np.zeros((8, 8, 3), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (picture_file(PIXELS, "JPEG"), "JPEG"),
+        (picture_file(PIXELS, "PNG"), "PNG"),
+        (picture_file(PIXELS, "GIF"), "GIF"),
+        (picture_file(PIXELS, "WEBP"), "WebP"),
+        (picture_file(PIXELS, "BMP"), "BMP"),
+        (picture_file(PIXELS, "TIFF"), "TIFF"),
+        (picture_file(PIXELS, "PPM"), "PNM"),
+        (make_video(2), "MP4"),
+        (make_video(2, container="matroska"), "Matroska"),
+        (make_video(2, container="avi", codec="mpeg4"), "AVI"),
+        (make_video(9, container="mpegts"), "MPEG-TS"),
+        (make_video(2, container="flv", codec="flv"), "FLV"),
+        (sound_file(sine(0.1)), "WAV"),
+        (sound_file(sine(0.1), kind="FLAC"), "FLAC"),
+        (sound_file(sine(0.1), kind="OGG"), "Ogg"),
+        (sound_file(sine(0.1), kind="MP3"), "MP3"),
+        (sound_file(sine(0.1), kind="AIFF"), "AIFF"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "HEIC"),
+        (b"\0\0\0\x1cftypmif1\0\0\0\0mif1avifmiaf", "AVIF"),
+        (b"\0\0\0\x18ftypM4A \0\0\0\0isom", "M4A"),
+        (b"\xff\xf1\x50\x80", "AAC"),
+        (b"plain words", "text"),
+        ("caf\u00e9 ".encode() * 1000, "text"),
+        ("text".encode("utf-16"), "text"),
+        (b"\xef\xbb\xbf  <svg>", "SVG"),
+        (b" <!DOCTYPE HTML>", "HTML page"),
+        (b'{"error": 1}', "JSON text"),
+        (b"", "empty file"),
+        (b"\0\1\2\3", "unknown data"),
+    ],
+)
+def test_kinds(content: bytes, kind: str) -> None:
+    assert sniff(content) == kind
+
+
+def test_descriptions_carry_the_size() -> None:
+    assert describe(b"") == "an empty file"
+    assert describe(b"words") == "text, 5 bytes"
