@@ -48,6 +48,6 @@ class EventStream:
 
     async def _opened(self) -> web.StreamResponse:
         if self._response is None:
-            self._response = web.StreamResponse(headers={**HEADERS, **self._request[ANSWER_HEADERS]})
+            self._response = web.StreamResponse(headers=HEADERS | self._request[ANSWER_HEADERS])
             await self._response.prepare(self._request)
         return self._response

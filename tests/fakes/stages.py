@@ -38,6 +38,15 @@ _POLL_S = 0.001
 _incarnations = itertools.count()
 
 
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Wait for something that other tasks of this loop bring about."""
+    for _ in range(round(timeout_s / _POLL_S)):
+        if condition():
+            return
+        await asyncio.sleep(_POLL_S)
+    raise AssertionError(f"not within {timeout_s} s")
+
+
 @dataclass
 class FakeWorker:
     """One engine process. `answer` gives the whole answer without its stop token; `max_tokens` cuts it."""
@@ -242,9 +251,7 @@ class FakeEncoder:
     async def encode(
         self, content: bytes, modality: Modality, options: MediaOptions, key: MediaKey, deadline_unix_s: float
     ) -> EncodeReply:
-        while not self.up:
-            await asyncio.sleep(_POLL_S)
-        await asyncio.sleep(0)
+        await until(lambda: self.up)
         if content in self.errors:
             raise self.errors[content]
         self.encoded.append(content)

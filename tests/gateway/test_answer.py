@@ -1,5 +1,6 @@
 """Answers taken apart: reasoning, content, calls; the same wherever the stream is cut."""
 
+import itertools
 import json
 import random
 from typing import Any
@@ -20,7 +21,7 @@ def parse(text: str, cuts: list[int] | None = None, tools: Any = SCHEMAS, in_rea
     parser = AnswerParser(tools=tools, in_reasoning=in_reasoning)
     borders = [0, *sorted(cuts or []), len(text)]
     pieces: list[Piece] = []
-    for start, stop in zip(borders, borders[1:], strict=False):
+    for start, stop in itertools.pairwise(borders):
         pieces += parser.push(text[start:stop])
     return joined([*pieces, *parser.close()])
 

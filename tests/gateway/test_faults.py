@@ -22,7 +22,7 @@ from tests.fakes.gateway import (
     text_of,
     text_of_events,
 )
-from tests.fakes.stages import FakeWorker
+from tests.fakes.stages import FakeWorker, until
 
 TEXT = "one two three four five six"
 PICTURE = [{"type": "image_url", "image_url": {"url": IMAGE_URL}}, {"type": "text", "text": "?"}]
@@ -48,11 +48,7 @@ async def restarting(worker: FakeWorker) -> AsyncIterator[None]:
 
 async def settled(stack: Stack) -> None:
     """Wait for aborts to arrive, then look at the books."""
-    for _ in range(200):
-        if not any(worker.num_running for worker in stack.workers):
-            break
-        await asyncio.sleep(0.005)
-    assert not any(worker.num_running for worker in stack.workers), "a worker still works for nobody"
+    await until(lambda: not any(worker.num_running for worker in stack.workers))
     assert not stack.encoder.leases, "a lease outlived its request"
     assert await stack.metric("mimo_gateway_inflight_requests") == 0
 
@@ -97,8 +93,7 @@ async def test_prefill_may_die_after_the_hand_over() -> None:
         prefill, decode = stack.workers
         decode.stall_after = 3
         request = asyncio.create_task(stack.ask())
-        while decode.num_running == 0:
-            await asyncio.sleep(0.005)
+        await until(lambda: decode.num_running == 1)
         await asyncio.sleep(0.02)
         prefill.die()
         await asyncio.sleep(0.05)
@@ -174,8 +169,7 @@ async def test_a_silent_worker_is_given_up() -> None:
     async with running_gateway(says(TEXT), roles=(Role.BOTH, Role.BOTH), worker_timeout_s=0.2) as stack:
         stack.workers[0].stall_after = stack.workers[1].stall_after = 2
         request = asyncio.create_task(stack.ask())
-        while not any(worker.submitted for worker in stack.workers):
-            await asyncio.sleep(0.005)
+        await until(lambda: any(worker.submitted for worker in stack.workers))
         stuck = next(worker for worker in stack.workers if worker.submitted)
         other = next(worker for worker in stack.workers if worker is not stuck)
         other.stall_after = None
@@ -194,8 +188,7 @@ async def test_a_client_that_leaves_stops_the_work() -> None:
                 asyncio.create_task(stack.session.post("/v1/chat/completions", json={**body, "stream": stream}))
                 for _ in range(10)
             ]
-            while stack.worker.num_running < 10:
-                await asyncio.sleep(0.005)
+            await until(lambda: stack.worker.num_running == 10)
             await asyncio.sleep(0.02)
             for request in requests:
                 if request.done():
@@ -289,8 +282,7 @@ async def test_admission_is_bounded() -> None:
     async with running_gateway(says(TEXT), max_inflight=2) as stack:
         stack.worker.stall_after = 1
         waiting = [asyncio.create_task(stack.ask()) for _ in range(2)]
-        while stack.worker.num_running < 2:
-            await asyncio.sleep(0.005)
+        await until(lambda: stack.worker.num_running == 2)
         status, body, headers = await stack.ask()
         assert (status, body["error"]["code"], headers["Retry-After"]) == (503, "overloaded", "1")
         for request in waiting:
@@ -326,8 +318,7 @@ async def test_the_gateway_stops_with_requests_in_flight() -> None:
     async with running_gateway(says(TEXT)) as stack:
         stack.worker.stall_after = 1
         request = asyncio.create_task(stack.ask())
-        while stack.worker.num_running == 0:
-            await asyncio.sleep(0.005)
+        await until(lambda: stack.worker.num_running == 1)
         request.cancel()
         with pytest.raises((asyncio.CancelledError, aiohttp.ClientError)):
             await request

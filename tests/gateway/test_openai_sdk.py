@@ -8,6 +8,7 @@ import pytest
 
 from epd.types import Role
 from tests.fakes.gateway import AUDIO_URL, IMAGE_URL, MODEL, VIDEO_URL, Stack, running_gateway, says
+from tests.fakes.stages import until
 from tests.gateway.test_chat import CALL, TOOLS
 
 MESSAGES: list[Any] = [
@@ -103,9 +104,5 @@ async def test_a_stream_that_is_closed_early_stops_the_work() -> None:
             if chunk.choices[0].delta.content:
                 break
         await stream.close()
-        for _ in range(100):
-            if stack.worker.num_running == 0:
-                break
-            await asyncio.sleep(0.01)
-        assert stack.worker.num_running == 0
+        await until(lambda: stack.worker.num_running == 0)
         assert not stack.encoder.leases
