@@ -71,7 +71,8 @@ class PrefixMachine(RuleBasedStateMachine):
     def prompt(self, data: st.DataObject) -> list[int]:
         text = data.draw(st.sampled_from(self.texts))
         kept = data.draw(st.integers(0, len(text)))
-        prompt = text[:kept] + data.draw(st.lists(st.integers(0, 1), max_size=10))
+        # Runs of one symbol: long enough to move windows, few enough to meet again.
+        prompt = text[:kept] + [data.draw(st.integers(0, 1))] * data.draw(st.integers(0, 6 * self.page_size))
         self.texts.append(prompt or [1])
         return prompt or [1]
 
@@ -162,17 +163,13 @@ class PrefixMachine(RuleBasedStateMachine):
                 self.window_tags[window, offset] = tag
 
     @precondition(lambda self: self.runs)
-    @rule(data=st.data(), chunk=st.integers(1, 9))
+    @rule(data=st.data(), chunk=st.integers(1, 20))
     def advance(self, data: st.DataObject, chunk: int) -> None:
         """One prefill chunk, or, past the prompt, some decoded tokens."""
         run = data.draw(st.sampled_from(self.runs))
         done, prompt = run.pages.num_committed_tokens, run.shadow.num_prompt_tokens
         stop = min(done + chunk, prompt) if done < prompt else done + chunk
-        run.tokens = run.tokens + data.draw(
-            st.lists(
-                st.integers(0, 1), min_size=max(0, stop - len(run.tokens)), max_size=max(0, stop - len(run.tokens))
-            )
-        )
+        run.tokens = run.tokens + [data.draw(st.integers(0, 1))] * max(0, stop - len(run.tokens))
         if not self.extend(run, stop):
             return
         self.longest_chunk = max(self.longest_chunk, stop - done)

@@ -424,3 +424,50 @@ def test_a_very_long_sequence_costs_the_same_per_token() -> None:
     bench.cache.clear()
     bench.cache.check()
     assert bench.cache.stats().num_nodes == 0
+
+
+def test_fits_counts_windows_a_hit_would_pin_even_under_locked_nodes() -> None:
+    bench = Bench()
+    bench.serve(text(0, 24))
+    bench.serve(text(0, 20) + text(1, 20))
+    runner = bench.prefill(text(0, 24) + text(2, 60))
+    prompt = [*text(0, 24), 9]
+    assert runner.num_cached_tokens == bench.hit(prompt) == 24
+    stats = bench.cache.stats()
+    available = stats.window.free + stats.window.evictable
+    assert bench.cache.fits(0, available)
+    fits = [bench.cache.fits(0, available - less, keys=bench.keys(prompt), num_tokens=25) for less in (0, 1, 2)]
+    assert fits == [False, False, True]
+    assert bench.cache.stats() == stats
+    pages = bench.cache.begin(bench.keys(prompt), 25)
+    assert bench.cache.fits(0, available - 2)
+    assert not bench.cache.fits(0, available - 1)
+    pages.finish()
+    runner.finish()
+
+
+def test_begin_can_be_held_to_what_a_plan_relied_on() -> None:
+    bench = Bench(retention=RetentionPolicy(dense_retention_tokens=1000))
+    bench.serve(text(0, 40))
+    keys = bench.keys(text(0, 40))
+    for cap, cached in ((None, 36), (36, 36), (35, 32), (3, 0), (0, 0), (100, 36)):
+        pages = bench.cache.begin(keys, 40, max_cached_tokens=cap)
+        assert pages.num_cached_tokens == cached
+        pages.abort()
+        bench.cache.check()
+
+
+def test_several_leases_on_one_path_end_in_any_order() -> None:
+    """Every receipt released once, in any order, returns all counters to zero."""
+    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
+        bench = Bench(retention=RetentionPolicy(dense_retention_tokens=1000))
+        bench.serve(text(0, 60))
+        before = bench.cache.stats()
+        rows = [bench.cache.begin(bench.keys(text(0, stop)), stop) for stop in (60, 30, 45)]
+        assert [row.num_cached_tokens for row in rows] == [56, 28, 44]
+        assert bench.cache.stats().full.leased == 14
+        for index in order:
+            rows[index].abort()
+            bench.cache.check()
+        after = bench.cache.stats()
+        assert (after.full, after.window, after.num_nodes) == (before.full, before.window, before.num_nodes)
