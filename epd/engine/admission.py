@@ -54,6 +54,8 @@ def _media_refusal(request: GenerateRequest, limits: Limits) -> Failure | None:
         if not free_from <= span.start < span.stop <= len(request.token_ids):
             return _invalid(f"{where} overlaps another or leaves the {len(request.token_ids)} prompt tokens")
         free_from = span.stop
+        if not span.key:
+            return _invalid(f"{where} has no key")
         if not 0 <= span.media < len(request.embeddings):
             return _invalid(f"{where} names medium {span.media} of {len(request.embeddings)}")
         ref = request.embeddings[span.media]

@@ -16,15 +16,13 @@ _SAMPLE_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerIdentity:
-    """`incarnation` is new with every start. `key_seed` begins every chain of page keys."""
+    """`incarnation` is new with every start."""
 
     name: str
     role: Role
     model: str
     max_context_tokens: int
     eos_token_ids: tuple[int, ...]
-    page_size: int
-    key_seed: bytes
     incarnation: str
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections import deque
 from dataclasses import asdict
 
 from epd.cache.prefix import PrefixCache
@@ -13,7 +14,7 @@ from epd.engine.peers import PeerWatch
 from epd.engine.plan import Failure, HeldTransfer, StepPlan
 from epd.engine.runner import Runner
 from epd.engine.scheduler import Scheduler, page_table
-from epd.engine.sequence import Sequence, key_chain
+from epd.engine.sequence import Sequence
 from epd.transport.base import Endpoint, Message, Peer, PeerUnreachable, Received
 from epd.types import (
     Abort,
@@ -65,6 +66,8 @@ class EngineLoop:
         self._peers = PeerWatch(timeout_s=peer_timeout_s)
         self._stop = threading.Event()
         self._drain = threading.Event()
+        self._inbox: deque[Received] = deque()
+        self._dispatched: Received | None = None
         self._plan = StepPlan()
         self._handoff_bytes = 0
         self._failed_steps = 0
@@ -87,7 +90,7 @@ class EngineLoop:
             try:
                 wait_s = self.step(wait_s)
             except Exception:
-                logger.exception("a step failed; ending its %d requests", len(self._plan.request_ids))
+                logger.exception("a step failed; ending the requests it was about")
                 self._fail_step()
             if self._scheduler.is_draining and self._scheduler.is_idle:
                 return
@@ -104,8 +107,9 @@ class EngineLoop:
 
     def step(self, wait_s: float = 0.0) -> float:
         """One step; returns how long the next one may wait for a message."""
-        received = self._endpoint.receive(wait_s)
-        self._admit(received)
+        self._plan = StepPlan()
+        self._inbox.extend(self._endpoint.receive(wait_s))
+        self._admit()
         self._plan = self._scheduler.plan()
         if not self._plan.is_empty:
             result = self._runner.run(self._plan)
@@ -122,14 +126,16 @@ class EngineLoop:
 
     # -- receive and admit ----------------------------------------------------------------------------------------
 
-    def _admit(self, received: list[Received]) -> None:
+    def _admit(self) -> None:
         if self._drain.is_set() and not self._scheduler.is_draining:
             self._begin_drain()
         now_s = self._clock.monotonic_s()
-        for item in received:
-            if item.peer.address is None:
-                self._peers.heard(item.peer, now_s)
-            self._dispatch(item)
+        while self._inbox:
+            self._dispatched = self._inbox.popleft()
+            if self._dispatched.peer.address is None:
+                self._peers.heard(self._dispatched.peer, now_s)
+            self._dispatch(self._dispatched)
+        self._dispatched = None
         for peer in self._peers.take_silent(now_s):
             self._drop_peer(peer, "fell silent")
         self._desk.expire(now_s, self._clock.unix_s())
@@ -224,8 +230,7 @@ class EngineLoop:
         self._desk.drop_peer(peer, self._clock.monotonic_s())
 
     def _sequence(self, peer: Peer, request: GenerateRequest) -> Sequence:
-        chain = key_chain(request, page_size=self._identity.page_size, seed=self._identity.key_seed)
-        return Sequence(request=request, peer=peer, chain=chain, arrival_s=self._clock.monotonic_s())
+        return Sequence(request=request, peer=peer, arrival_s=self._clock.monotonic_s())
 
     # -- hand over and reply --------------------------------------------------------------------------------------
 
@@ -284,11 +289,18 @@ class EngineLoop:
         self._send(peer, finish)
 
     def _fail_step(self) -> None:
-        """After a step that raised: end the requests of its plan, and tell their gateways."""
+        """After a step that raised: end the request whose message it was about, or the requests of its plan."""
         self._failed_steps += 1
-        failure = Failure(500, "step_failed", "the worker failed while computing this request; its log says why")
-        self._scheduler.fail(self._plan.request_ids, failure)
-        self._plan = StepPlan()
+        failure = Failure(500, "step_failed", "the worker failed on this request; its log says why")
+        dispatched, self._dispatched = self._dispatched, None
+        request_ids = self._plan.request_ids
+        if dispatched is not None and isinstance(dispatched.message, Submit | ExpectKv):
+            request = dispatched.message.request
+            if request.request_id in self._scheduler:
+                request_ids = (*request_ids, request.request_id)
+            else:
+                self._end(dispatched.peer, request, failure)
+        self._scheduler.fail(request_ids, failure)
         self._reply()
 
     def _info(self, sequence: int) -> WorkerInfo:

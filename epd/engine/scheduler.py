@@ -12,6 +12,7 @@ always ends, and with it the shortage.
 import logging
 from dataclasses import dataclass
 
+from epd.cache.keys import PageKeyChain
 from epd.cache.prefix import PrefixCache
 from epd.engine.admission import Limits, refusal
 from epd.engine.clock import Clock
@@ -27,7 +28,7 @@ from epd.engine.plan import (
 )
 from epd.engine.roster import Arrived, Counters, Reply, Roster
 from epd.engine.sampler import SampledToken
-from epd.engine.sequence import Sequence
+from epd.engine.sequence import Sequence, key_chain
 from epd.kv.errors import NoPages
 from epd.transport.base import Peer
 from epd.types import FinishReason, Role, TokenDelta
@@ -41,6 +42,7 @@ class SchedulerConfig:
     limits: Limits
     eos_token_ids: frozenset[int]
     page_size: int
+    key_seed: bytes
     chunk_tokens: int
     max_running: int
 
@@ -85,8 +87,9 @@ class Scheduler:
         failure = self._why_not(sequence)
         if failure is not None:
             self._roster.fail(sequence, failure)
-        else:
-            self._roster.waiting.put(sequence, self._num_compute(sequence))
+            return
+        sequence.chain = self._key_chain(sequence)
+        self._roster.waiting.put(sequence, self._num_compute(sequence))
 
     def submit_transfer(self, sequence: Sequence, held: HeldTransfer) -> None:
         """Take a sequence whose prompt another worker computed; its KV stays in host memory until it has pages."""
@@ -94,6 +97,7 @@ class Scheduler:
         if failure is not None:
             self._roster.fail(sequence, failure)
             return
+        sequence.chain = self._key_chain(sequence)
         sequence.num_cached_tokens = held.transfer.cached_tokens
         sequence.num_healed_tokens = held.transfer.healed_tokens
         sequence.earlier_timings = dict(held.transfer.timings)
@@ -378,6 +382,9 @@ class Scheduler:
             message = f"{self.num_waiting} requests are waiting here, at most {self._config.limits.max_waiting} may"
             return Failure(status=503, code="overloaded", message=message)
         return refusal(sequence.request, self._config.limits)
+
+    def _key_chain(self, sequence: Sequence) -> PageKeyChain:
+        return key_chain(sequence.request, page_size=self._config.page_size, seed=self._config.key_seed)
 
     def _num_compute(self, sequence: Sequence) -> int:
         return sequence.num_tokens - self._cache.match(sequence.chain.keys, sequence.num_tokens).num_tokens

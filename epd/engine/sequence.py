@@ -20,11 +20,13 @@ from epd.types import GenerateRequest, Usage
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`pages` is None while waiting. Times are monotonic seconds; None until they happened."""
+    """`pages` is None while waiting. Times are monotonic seconds; None until they happened.
+
+    `chain` is set by the scheduler once it has found the request sound.
+    """
 
     request: GenerateRequest
     peer: Peer
-    chain: PageKeyChain
     arrival_s: float
     decode_address: str | None = None
     decode_incarnation: str | None = None
@@ -37,6 +39,7 @@ class Sequence:
     first_token_s: float | None = None
     earlier_timings: dict[str, float] = field(default_factory=dict)
     token_ids: list[int] = field(init=False)
+    chain: PageKeyChain = field(init=False)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.token_ids)
@@ -123,6 +126,6 @@ def key_chain(request: GenerateRequest, *, page_size: int, seed: bytes) -> PageK
     """Page keys of the prompt. A request that may not use the cache gets keys nobody else can have."""
     own = b"" if request.use_cache else request.request_id.encode()
     chain = PageKeyChain(page_size=page_size, seed=seed + own)
-    media = [MediaRun(span.start, span.stop, bytes.fromhex(span.key), span.row_start) for span in request.spans]
+    media = [MediaRun(span.start, span.stop, span.key.encode(), span.row_start) for span in request.spans]
     chain.extend(request.token_ids, media)
     return chain

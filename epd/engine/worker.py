@@ -141,11 +141,21 @@ def build_engine(
         model=config.model_name,
         max_context_tokens=max_context,
         eos_token_ids=model.config.eos_token_ids,
-        page_size=config.page_size,
-        key_seed=fingerprint.encode(),
         incarnation=new_incarnation(),
     )
-    scheduler = Scheduler(_scheduler_config(config, model.config, max_context), cache, clock)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            role=config.role,
+            limits=_limits(config, model.config, max_context),
+            eos_token_ids=frozenset(model.config.eos_token_ids),
+            page_size=config.page_size,
+            key_seed=fingerprint.encode(),
+            chunk_tokens=config.chunk_tokens,
+            max_running=config.max_running,
+        ),
+        cache,
+        clock,
+    )
     mover = KvMover(storage, fingerprint=fingerprint)
     reader = ArenaReader() if embeddings is None else embeddings
     loop = EngineLoop(
@@ -219,17 +229,10 @@ def _plan(config: EngineConfig, layout: KvLayout, retention: RetentionPolicy) ->
     return plan
 
 
-def _scheduler_config(config: EngineConfig, text: TextConfig, max_context_tokens: int) -> SchedulerConfig:
-    return SchedulerConfig(
-        role=config.role,
-        limits=Limits(
-            max_context_tokens=max_context_tokens,
-            vocab_size=text.vocab_size,
-            hidden_size=text.hidden_size,
-            max_waiting=config.max_waiting,
-        ),
-        eos_token_ids=frozenset(text.eos_token_ids),
-        page_size=config.page_size,
-        chunk_tokens=config.chunk_tokens,
-        max_running=config.max_running,
+def _limits(config: EngineConfig, text: TextConfig, max_context_tokens: int) -> Limits:
+    return Limits(
+        max_context_tokens=max_context_tokens,
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        max_waiting=config.max_waiting,
     )

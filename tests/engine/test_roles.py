@@ -51,7 +51,9 @@ class Pair:
     def answer(self, request_id: str) -> list[int]:
         deltas = [*self.prefill.deltas, *self.decode.deltas]
         mine = sorted((delta for delta in deltas if delta.request_id == request_id), key=lambda delta: delta.index)
-        assert [delta.index for delta in mine] == list(range(mine[0].index, mine[0].index + len(mine))) if mine else True
+        assert (
+            [delta.index for delta in mine] == list(range(mine[0].index, mine[0].index + len(mine))) if mine else True
+        )
         return [token for delta in mine for token in delta.token_ids]
 
     def finish(self, request_id: str) -> Finish:

@@ -1,0 +1,247 @@
+"""Requests that cannot be served, and trouble that must stay with the request it belongs to."""
+
+import re
+
+import pytest
+import torch
+
+from epd.engine.plan import StepPlan, StepResult
+from epd.transport.base import Peer
+from epd.types import Abort, FinishReason, Hello, MediaSpan, SamplingParams, Submit, WorkerInfo
+from tests.engine.conftest import Bench, Checkpoint, MakeBench, make_request
+from tests.fakes.mailbox import GATEWAY
+from tests.oracles.plain_generate import plain_generate
+
+PROMPT = [(7 * i * i + 3 * i) % 120 for i in range(75)]
+
+
+def truth(checkpoint: Checkpoint, token_ids: list[int], max_tokens: int = 8) -> list[int]:
+    return plain_generate(checkpoint.model, token_ids, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+
+
+def span(start: int, stop: int, *, row_start: int = 0, media: int = 0) -> MediaSpan:
+    return MediaSpan(start=start, stop=stop, key="0" * 32, row_start=row_start, media=media)  # type: ignore[arg-type]
+
+
+def test_a_prompt_beyond_the_context_is_told_the_numbers(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    bench.submit(make_request("a", [1] * 2045, max_tokens=8))
+    bench.submit(make_request("b", [], max_tokens=8))
+    bench.submit(make_request("c", [1, 500], max_tokens=8))
+    bench.submit(make_request("d", [1, 2], max_tokens=3, num_emitted=3))
+    bench.run()
+    assert (bench.finishes["a"].status, bench.finishes["a"].code) == (400, "context_length_exceeded")
+    assert "2053" in bench.finishes["a"].message
+    assert "2048" in bench.finishes["a"].message
+    assert "500" in bench.finishes["c"].message
+    assert {bench.finishes[i].code for i in "bcd"} == {"invalid_request"}
+
+
+def test_the_context_is_what_the_pool_holds_when_that_is_less(make_bench: MakeBench) -> None:
+    bench = make_bench(kv_budget_bytes=400_000, max_running=4)
+    limit = bench.engine.identity.max_context_tokens
+    assert limit < 1000
+    bench.submit(make_request("a", [1] * (limit - 7), max_tokens=8))
+    bench.submit(make_request("b", [3] * (limit - 40), max_tokens=40, ignore_eos=True))
+    bench.run()
+    assert bench.finishes["a"].status == 400
+    assert len(bench.answers["b"]) == 40
+    bench.assert_nothing_leased()
+
+
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        ((span(2, 8), span(6, 9)), "overlaps"),
+        ((span(2, 80),), "leaves the 75 prompt tokens"),
+        ((span(2, 8, media=1),), "medium 1 of 1"),
+        ((span(2, 8, row_start=10),), r"rows \[10, 16\), its embedding has 12"),
+        ((span(2, 8, row_start=-1),), "rows"),
+    ],
+)
+def test_spans_that_do_not_fit_their_rows_name_both(
+    make_bench: MakeBench, spans: tuple[MediaSpan, ...], message: str
+) -> None:
+    bench = make_bench()
+    ref = bench.rows.put("lease", 12, 64, seed=1)
+    bench.submit(make_request("a", PROMPT, spans=spans, embeddings=(ref,)))
+    bench.run()
+    assert bench.finishes["a"].status == 400
+    assert re.search(message, bench.finishes["a"].message)
+
+
+def test_rows_of_another_width_are_refused(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    ref = bench.rows.put("lease", 12, 32, seed=1)
+    bench.submit(make_request("a", PROMPT, spans=(span(2, 8),), embeddings=(ref,)))
+    bench.run()
+    assert "width 32" in bench.finishes["a"].message
+
+
+def test_a_lost_embedding_fails_its_request_alone(checkpoint: Checkpoint, make_bench: MakeBench) -> None:
+    bench = make_bench(chunk_tokens=40)
+    ref = bench.rows.put("lease", 12, 64, seed=1)
+    bench.submit(make_request("b", PROMPT[:20], ignore_eos=True))
+    bench.submit(make_request("a", PROMPT, spans=(span(60, 70),), embeddings=(ref,)))
+    bench.step()
+    bench.rows.rows.clear()
+    bench.run()
+    finish = bench.finishes["a"]
+    assert (finish.code, finish.retryable) == ("embedding_lost", True)
+    assert bench.answers["b"] == truth(checkpoint, PROMPT[:20])
+    bench.assert_nothing_leased()
+
+
+def test_waiting_is_bounded(make_bench: MakeBench) -> None:
+    bench = make_bench(max_waiting=3, max_running=1)
+    for i in range(5):
+        bench.submit(make_request(f"r{i}", PROMPT[: 10 + i], ignore_eos=True))
+    bench.run()
+    refused = [r for r, finish in bench.finishes.items() if finish.code == "overloaded"]
+    assert refused == ["r3", "r4"]
+    assert bench.finishes["r3"].status == 503
+
+
+def test_deadlines_end_requests_wherever_they_are(make_bench: MakeBench) -> None:
+    bench = make_bench(max_running=1)
+    late = bench.clock.unix_s + 10
+    for request_id in ("running", "waiting"):
+        bench.submit(make_request(request_id, PROMPT, max_tokens=200, ignore_eos=True, deadline_unix_s=late))
+    for _ in range(5):
+        bench.step()
+    bench.clock.advance(9.0)
+    bench.mailbox.put(Hello(sequence=1))
+    bench.step()
+    assert not bench.finishes
+    bench.clock.advance(2.0)
+    bench.run()
+    assert {finish.status for finish in bench.finishes.values()} == {504}
+    assert len(bench.finishes) == 2
+    bench.assert_nothing_leased()
+
+
+def test_short_of_pages_the_latest_goes_back_and_loses_nothing(checkpoint: Checkpoint, make_bench: MakeBench) -> None:
+    bench = make_bench(kv_budget_bytes=330_000, max_running=6, chunk_tokens=32, expected_sequence_tokens=64)
+    prompts = {f"r{i}": PROMPT[i : i + 20] for i in range(6)}
+    for request_id, token_ids in prompts.items():
+        bench.submit(make_request(request_id, token_ids, max_tokens=60, ignore_eos=True))
+    bench.run()
+    assert bench.engine.scheduler.counters.retractions > 0
+    for request_id, token_ids in prompts.items():
+        assert bench.answers[request_id] == truth(checkpoint, token_ids, 60)
+    bench.assert_nothing_leased()
+
+
+def test_logits_that_are_not_finite_fail_alone_and_leave_no_prefix(make_bench: MakeBench) -> None:
+    bench = make_bench(chunk_tokens=16)
+    ref = bench.rows.put("lease", 12, 64, seed=1)
+    bench.rows.rows["lease"][5] = torch.nan
+    bench.submit(make_request("bad", PROMPT, spans=(span(2, 12),), embeddings=(ref,)))
+    bench.submit(make_request("good", PROMPT, ignore_eos=True))
+    bench.run()
+    assert (bench.finishes["bad"].status, bench.finishes["bad"].code) == (500, "logits_not_finite")
+    assert bench.finishes["good"].reason is FinishReason.LENGTH
+    bench.submit(make_request("again", PROMPT, spans=(span(2, 12),), embeddings=(ref,)))
+    bench.run()
+    assert bench.finishes["again"].usage.cached_tokens == 0
+    bench.assert_nothing_leased()
+
+
+def test_a_step_that_raises_ends_its_requests_and_the_worker_goes_on(
+    checkpoint: Checkpoint, make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench(max_running=1)
+    loop = bench.engine.loop
+    run = loop._runner.run
+
+    def run_out(plan: StepPlan) -> StepResult:
+        if "a" in plan.request_ids:
+            raise torch.OutOfMemoryError("no memory left")
+        return run(plan)
+
+    monkeypatch.setattr(loop._runner, "run", run_out)
+    bench.submit(make_request("a", PROMPT))
+    bench.submit(make_request("b", PROMPT, ignore_eos=True))
+    # `run` returns by itself once a drain has nothing left; "b" is taken before that and runs to its end.
+    original_step = loop.step
+
+    def step(wait_s: float = 0.0) -> float:
+        wait_s = original_step(0.0)
+        bench.collect()
+        if "b" in bench.finishes:
+            loop.stop()
+        return wait_s
+
+    monkeypatch.setattr(loop, "step", step)
+    loop.run()
+    bench.collect()
+    assert (bench.finishes["a"].status, bench.finishes["a"].code) == (500, "step_failed")
+    assert bench.answers["b"] == truth(checkpoint, PROMPT)
+    bench.assert_nothing_leased()
+
+
+def test_a_silent_gateway_loses_its_requests(make_bench: MakeBench) -> None:
+    bench = make_bench(peer_timeout_s=5.0)
+    other = Peer(b"other")
+    bench.mailbox.put(Submit(request=make_request("theirs", PROMPT, max_tokens=500, ignore_eos=True)), peer=other)
+    bench.submit(make_request("ours", PROMPT[:9], max_tokens=500, ignore_eos=True))
+    for _ in range(6):
+        bench.clock.advance(1.5)
+        bench.mailbox.put(Hello(sequence=1), peer=GATEWAY)
+        bench.step()
+    assert bench.engine.scheduler.num_running == 1
+    assert not bench.finishes
+    bench.mailbox.put(Abort(request_id="ours"))
+    bench.run()
+    assert bench.finishes["ours"].reason is FinishReason.CANCELLED
+    bench.assert_nothing_leased()
+
+
+def test_a_gateway_that_cannot_be_reached_loses_its_requests_at_once(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    bench.submit(make_request("a", PROMPT, max_tokens=500, ignore_eos=True))
+    bench.step()
+    bench.mailbox.unreachable.add(GATEWAY)
+    for _ in range(3):
+        bench.step()
+    assert bench.engine.scheduler.is_idle
+    bench.assert_nothing_leased()
+
+
+def test_hello_is_answered_while_busy(make_bench: MakeBench) -> None:
+    bench: Bench = make_bench()
+    bench.submit(make_request("a", PROMPT, max_tokens=50, ignore_eos=True))
+    bench.step()
+    bench.mailbox.put(Hello(sequence=42))
+    bench.engine.loop.step()
+    [info] = [message for message in bench.mailbox.take() if isinstance(message, WorkerInfo)]
+    assert (info.sequence, info.ready, info.num_running, info.model) == (42, True, 1, "tiny")
+    assert info.max_context_tokens == 2048
+    assert info.eos_token_ids == (127,)
+    assert info.counters["prompt_tokens"] > 0
+    assert info.full_pages_free < info.full_pages_total
+
+
+def test_draining_finishes_what_runs_and_hands_back_the_rest(make_bench: MakeBench) -> None:
+    bench = make_bench(max_running=1)
+    bench.submit(make_request("running", PROMPT, max_tokens=20, ignore_eos=True))
+    bench.submit(make_request("waiting", PROMPT, max_tokens=20, ignore_eos=True))
+    for _ in range(4):
+        bench.step()
+    bench.engine.loop.drain()
+    bench.submit(make_request("late", PROMPT))
+    bench.mailbox.put(Hello(sequence=1))
+    bench.engine.loop.step()
+    assert [m.ready for m in [m for _, m in bench.mailbox.sent] if isinstance(m, WorkerInfo)] == [False]
+    bench.engine.loop.run()
+    bench.collect()
+    assert bench.finishes["running"].reason is FinishReason.LENGTH
+    assert all(bench.finishes[r].retryable and bench.finishes[r].code == "draining" for r in ("waiting", "late"))
+
+
+def test_a_request_submitted_twice_runs_once(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    bench.submit(make_request("a", PROMPT, ignore_eos=True))
+    bench.submit(make_request("a", PROMPT, ignore_eos=True))
+    bench.run()
+    assert len(bench.answers["a"]) == 8
