@@ -15,6 +15,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from epd.errors import StageUnavailable
 from epd.router.policy import WorkerLoad, choose_worker, prefix_affinity
 from epd.transport.base import Channel, ChannelClosed, WorkerDown
@@ -290,7 +292,15 @@ class Fleet:
             attempt.handed_over = True
         if isinstance(event, Finish):
             attempt.finished_by = worker
+            if event.retryable:
+                self._doubt(worker)
         attempt.put(event)
+
+    def _doubt(self, worker: Worker) -> None:
+        """A worker that hands a request back (it drains, it is full) says how it is before it gets another one."""
+        if worker.info is not None:
+            worker.info = msgspec.structs.replace(worker.info, ready=False)
+            self._post(worker, Hello(sequence=self._sequence))
 
     def _late_message(self, worker: Worker, event: TokenDelta | Finish) -> None:
         self.num_late_messages += 1

@@ -240,3 +240,19 @@ async def test_cancelling_a_wait_leaves_nothing() -> None:
         await hand.answer_hello()
         assert not fleet.workers[0].attempts
         await hand.quiet()
+
+
+async def test_a_worker_that_hands_a_request_back_is_asked_before_it_gets_another() -> None:
+    async with fleet_of(Role.BOTH) as (fleet, (hand,), clock):
+        await hand.answer_hello()
+        first = await fleet.submit(request("r#1"), give_up_s=clock.now_s)
+        received = await hand.expect(Submit)
+        failed = Finish(request_id="r#1", reason=FinishReason.FAILED, usage=USAGE, status=503, retryable=True)
+        hand.endpoint.send(received.peer, failed)
+        assert await first.next_event() == failed
+        fleet.close(first)
+        second = asyncio.create_task(fleet.submit(request("r#2"), give_up_s=clock.now_s + 10))
+        await asyncio.sleep(0.005)
+        assert not second.done()
+        await hand.answer_hello()
+        fleet.close(await asyncio.wait_for(second, 1))
