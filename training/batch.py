@@ -121,6 +121,7 @@ class Batch:
 
 def collate(samples: list[Encoded]) -> Batch:
     """Sort by padded length and concatenate."""
+
     def padded(sample: Encoded) -> int:
         step = 16 if len(sample.ids) <= 128 else 64
         return -(-len(sample.ids) // step) * step

@@ -1,6 +1,6 @@
 """Write the checkpoint in Hugging Face layout.
 
-    python -m training.export        exports runs/nano.pt
+python -m training.export        exports runs/nano.pt
 """
 
 from __future__ import annotations

@@ -56,7 +56,13 @@ def mel_filters() -> torch.Tensor:
 def log_mel(samples_N: NDArray[np.float32]) -> torch.Tensor:
     """24 kHz mono samples -> natural-log magnitude mel, `[N // 240 + 1, 128]` float32."""
     spectrum = torch.stft(
-        torch.from_numpy(samples_N), 960, 240, 960, torch.hann_window(960), center=True, pad_mode="reflect",
+        torch.from_numpy(samples_N),
+        960,
+        240,
+        960,
+        torch.hann_window(960),
+        center=True,
+        pad_mode="reflect",
         return_complex=True,
     ).abs()
     return torch.log(torch.clamp(spectrum.T @ mel_filters(), min=1e-7))

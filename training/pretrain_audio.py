@@ -1,6 +1,6 @@
 """Audio tokenizer (mel reconstruction through a residual VQ), then a warm-up of the audio encoder on its frozen codes.
 
-    python -m training.pretrain_audio --minutes 6 --encoder-minutes 4
+python -m training.pretrain_audio --minutes 6 --encoder-minutes 4
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def other_sound(rng: np.random.Generator, num_samples: int) -> np.ndarray:
     for _ in range(int(rng.integers(1, 4))):
         low, high = np.exp(rng.uniform(math.log(150), math.log(4000), 2))
         sweep = low + (high - low) * time_s / time_s[-1] * float(rng.integers(0, 2))
-        gate = (np.sin(2 * np.pi * rng.uniform(0.5, 4) * time_s + rng.uniform(0, 6.28)) > rng.uniform(-1, 0.6))
+        gate = np.sin(2 * np.pi * rng.uniform(0.5, 4) * time_s + rng.uniform(0, 6.28)) > rng.uniform(-1, 0.6)
         sound += np.sin(2 * np.pi * np.cumsum(sweep) / audio.RATE_HZ) * gate
     sound += rng.standard_normal(num_samples) * 10 ** rng.uniform(-3, -0.5)
     return (sound / np.abs(sound).max() * 10 ** rng.uniform(-1.3, -0.05)).astype(np.float32)
@@ -148,8 +148,11 @@ def train_tokenizer(minutes: float) -> tuple[TokenizerNet, list[Tensor]]:
             right = (head(mixed).argmax(-1) == wanted)[wanted >= 0].float().mean()
             right_first = (first_head(first).argmax(-1) == wanted)[wanted >= 0].float().mean()
             used = [int((count > 0.3).sum()) for count in books.counts]
-            print(f"{time.time() - started:.0f}s step {step} rebuilt {rebuilt:.3f} key {right:.3f} first {right_first:.3f} "
-                  f"used {used}", flush=True)
+            print(
+                f"{time.time() - started:.0f}s step {step} rebuilt {rebuilt:.3f} key {right:.3f} first {right_first:.3f} "
+                f"used {used}",
+                flush=True,
+            )
     for param in net.parameters():
         param.data = param.data.bfloat16().float()
     return net, [book.bfloat16().float() for book in books.books]
@@ -199,7 +202,9 @@ def train_encoder(net: TokenizerNet, books: list[Tensor], minutes: float) -> Aud
         step += 1
         if step % 50 == 0:
             right = (head(encoder(groups)).view(-1, 11).argmax(-1) == wanted)[wanted >= 0].float().mean()
-            print(f"{time.time() - started:.0f}s encoder step {step} loss {loss.item():.4f} key {right:.4f}", flush=True)
+            print(
+                f"{time.time() - started:.0f}s encoder step {step} loss {loss.item():.4f} key {right:.4f}", flush=True
+            )
     return encoder
 
 

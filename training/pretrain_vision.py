@@ -1,6 +1,6 @@
 """Warm-up of the vision tower alone: shape, colour and direction read from its mean output by a head that is thrown away.
 
-    python -m training.pretrain_vision --minutes 12
+python -m training.pretrain_vision --minutes 12
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def main() -> None:
                 _, right = run_batch(net, probe, held_out)
             print(
                 f"{time.time() - started:.0f}s step {step} loss {loss.item():.3f} train {hits.float().mean():.3f} "
-                f"held-out images {right[:].float().mean():.3f}", flush=True,
+                f"held-out images {right[:].float().mean():.3f}",
+                flush=True,
             )
             torch.save({"net": net.state_dict(), "probe": probe.state_dict(), "step": step}, RUNS / "vision.pt")
     torch.save({"net": net.state_dict(), "probe": probe.state_dict(), "step": step}, RUNS / "vision.pt")

@@ -1,6 +1,6 @@
 """A pool of tokenised sounds: the codes of a clip are always the same, so they are computed once.
 
-    python -m training.sounds --count 10000
+python -m training.sounds --count 10000
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tokenizer and chat template: byte-level BPE learnt from generated samples, MiMo's special tokens at the end.
 
-    python -m training.vocabulary        writes tokenizer.json, tokenizer_config.json and chat_template.jinja
+python -m training.vocabulary        writes tokenizer.json, tokenizer_config.json and chat_template.jinja
 """
 
 from __future__ import annotations
@@ -98,8 +98,14 @@ def write(folder: Path) -> None:
     template = TEMPLATE.read_text()
     (folder / "chat_template.jinja").write_text(template)
     special = {
-        str(place): {"content": token, "lstrip": False, "rstrip": False, "single_word": False, "normalized": False,
-                     "special": "think" not in token and "tool" not in token}
+        str(place): {
+            "content": token,
+            "lstrip": False,
+            "rstrip": False,
+            "single_word": False,
+            "normalized": False,
+            "special": "think" not in token and "tool" not in token,
+        }
         for token, place in architecture.SPECIAL_IDS.items()
     }
     config = {

@@ -97,7 +97,9 @@ def test_front_end_equals_preprocess() -> None:
     from preprocess.types import Frames, MediaOptions
 
     config = ProcessorConfig.from_hf(architecture.model_config())
-    stills = [part for index in range(40) for part in image.sample(5, index).turns[0].question if isinstance(part, Image)]
+    stills = [
+        part for index in range(40) for part in image.sample(5, index).turns[0].question if isinstance(part, Image)
+    ]
     clips = [part for index in range(3) for part in video.sample(5, index).turns[0].question if isinstance(part, Clip)]
     for frames, budget in (
         *((still.pixels_HWC[None], config.image_budget(MediaOptions())) for still in stills),

@@ -260,7 +260,9 @@ def interleave_qkv(attention: Attention, shards: int) -> Tensor:
     """The fused layout of the checkpoint: per shard its query, key and value rows."""
     sizes = [attention.num_heads * attention.head, attention.num_kv * attention.head]
     query, key, value = attention.qkv.weight.tensor_split([sizes[0], sizes[0] + sizes[1]])
-    return torch.cat([piece for parts in zip(*(x.chunk(shards) for x in (query, key, value)), strict=True) for piece in parts])
+    return torch.cat(
+        [piece for parts in zip(*(x.chunk(shards) for x in (query, key, value)), strict=True) for piece in parts]
+    )
 
 
 def export_layer(layer: Layer, stem: str, shards: int, post_name: str) -> dict[str, Tensor]:

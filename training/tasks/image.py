@@ -11,6 +11,7 @@ from PIL import ImageDraw
 
 from training.tasks.types import Image, Part, Sample, Turn, generator, pick, pick_system
 
+TASK = "image"
 SHAPES = ("circle", "square", "triangle", "star", "cross", "diamond")
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (220, 30, 30),
@@ -57,8 +58,11 @@ def outline(shape: str, radius: float, turn: float) -> NDArray[np.float64]:
     elif shape == "cross":
         arm = radius * 0.36
         corners = [(arm, radius), (arm, arm), (radius, arm)]
-        points = [(sx * x, sy * y) for sx, sy, order in ((1, 1, 1), (1, -1, -1), (-1, -1, 1), (-1, 1, -1))
-                  for x, y in corners[::order]]
+        points = [
+            (sx * x, sy * y)
+            for sx, sy, order in ((1, 1, 1), (1, -1, -1), (-1, -1, 1), (-1, 1, -1))
+            for x, y in corners[::order]
+        ]
         cross = np.array(points, dtype=np.float64)
         cos, sin = math.cos(turn), math.sin(turn)
         return cross @ np.array([[cos, sin], [-sin, cos]])

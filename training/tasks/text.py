@@ -18,8 +18,9 @@ NAMES = tuple(
 )
 SUBJECTS = tuple(
     """the old sailor|a young baker|the quiet teacher|my neighbour|the tall farmer|a tired driver|the village doctor
-    |her brother|the night guard|a small child|the painter|the clockmaker|our guide|the librarian|a grey cat|the mayor"""
-    .replace("\n    ", "").split("|")
+    |her brother|the night guard|a small child|the painter|the clockmaker|our guide|the librarian|a grey cat|the mayor""".replace(
+        "\n    ", ""
+    ).split("|")
 )
 VERBS = tuple(
     """walked past|looked at|forgot|repaired|painted|carried|talked about|found|sold|watched|cleaned|remembered|counted

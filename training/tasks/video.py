@@ -16,6 +16,7 @@ from training.tasks.image import (
 )
 from training.tasks.types import Clip, Part, Sample, Turn, generator, pick, pick_system
 
+TASK = "video"
 DIRECTIONS: dict[str, tuple[int, int]] = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 DIRECTION_NAMES = tuple(DIRECTIONS)
 DIRECTION_QUESTIONS = (
@@ -61,7 +62,13 @@ def compress(rng: np.random.Generator, frames_THWC: NDArray[np.uint8]) -> NDArra
 
 
 def render(
-    rng: np.random.Generator, shape: str, colour: str, direction: str, height: int, width: int, fractions_T: NDArray[np.float64]
+    rng: np.random.Generator,
+    shape: str,
+    colour: str,
+    direction: str,
+    height: int,
+    width: int,
+    fractions_T: NDArray[np.float64],
 ) -> NDArray[np.uint8]:
     """Frames of one straight motion, `[T, H, W, 3]` uint8; `fractions_T` gives the progress of each frame, 0..1."""
     ink = shade(rng, colour)
@@ -84,6 +91,15 @@ def render(
         draw_shape(canvas, shape, ink, (margin_x + offset_x, margin_y + offset_y), radius, turn)
         frames.append(np.array(canvas.reduce(2), dtype=np.uint8))
     return np.stack(frames)
+
+
+def full_clip(seed: int, index: int) -> tuple[NDArray[np.uint8], float]:
+    """All frames of a sample's clip as a camera would give them, `[N, H, W, 3]`, and the rate in frames per second."""
+    rng = generator("video", seed, index)
+    shape, colour, direction = pick(rng, SHAPES), pick(rng, COLOUR_NAMES), pick(rng, DIRECTION_NAMES)
+    height, width = SIZES[int(rng.integers(len(SIZES)))]
+    num_frames, rate, _ = timeline(rng)
+    return render(rng, shape, colour, direction, height, width, np.arange(num_frames) / (num_frames - 1)), rate
 
 
 def sample(seed: int, index: int) -> Sample:
