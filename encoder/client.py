@@ -184,9 +184,11 @@ class EncoderClient:
             replica.link.open()
             self._tasks.append(asyncio.create_task(replica.follow()))
         self._tasks.append(asyncio.create_task(self._ping()))
+        for task in self._tasks:
+            task.add_done_callback(_report)
 
     async def close(self) -> None:
-        """End waiting calls with EncoderUnavailable's cause and close the links."""
+        """Close the links; calls that wait end with ReplicaLost."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -312,6 +314,11 @@ class EncoderClient:
                 replica.ping()
                 if replica.is_up and self._clock() - replica.heard_s > self._silence_timeout_s:
                     replica.lose(f"has been silent for {self._silence_timeout_s:g} s")
+
+
+def _report(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.critical("a task of the encoder client ended", exc_info=task.exception())
 
 
 class ArenaReader:

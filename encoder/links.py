@@ -209,7 +209,8 @@ class ZmqEndpoint:
         _harden(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._tasks: list[asyncio.Task[None]] = []
+        self.tasks: list[asyncio.Task[None]] = []
+        """What `start` began. None of them ends before `stop`; one that does has failed."""
         try:
             self._socket.bind(address)
         except zmq.ZMQError:
@@ -220,16 +221,16 @@ class ZmqEndpoint:
 
     def start(self) -> None:
         """Begin to read and write, inside a running loop."""
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
+        self.tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
 
     async def stop(self) -> None:
         """Stop reading, send what is queued, close."""
-        if self._tasks:
-            self._tasks[0].cancel()
+        if self.tasks:
+            self.tasks[0].cancel()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._outbox.join(), 1.0)
-            self._tasks[1].cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self.tasks[1].cancel()
+            await asyncio.gather(*self.tasks, return_exceptions=True)
         # What was handed to ZMQ gets a moment to leave the process.
         self._socket.close(200)
 

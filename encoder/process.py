@@ -54,14 +54,17 @@ def open_server(config: EncoderConfig, *, model_dir: Path, name: str, arena: str
 
 
 async def serve(server: EncoderServer, address: str, stop: asyncio.Event) -> None:
-    """Serve over ZMQ until `stop` is set, then drain."""
+    """Serve over ZMQ until `stop` is set, then drain. Raises what ended a background task before that."""
     context = zmq.asyncio.Context()
     try:
         endpoint = ZmqEndpoint(address, server, context)
         server.start()
         endpoint.start()
         logger.info("encoder serves on %s", endpoint.address)
-        await stop.wait()
+        stopped = asyncio.create_task(stop.wait())
+        done, _ = await asyncio.wait({stopped, *server.tasks, *endpoint.tasks}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
         await server.stop()
         await endpoint.stop()
     finally:

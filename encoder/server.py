@@ -158,6 +158,11 @@ class EncoderServer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._store.check()
 
+    @property
+    def tasks(self) -> tuple["asyncio.Task[None]", ...]:
+        """What `start` began. None of them ends before `stop`; one that does has failed, and the process with it."""
+        return tuple(self._tasks)
+
     def handle(self, message: ToEncoder, tensors: Sequence[TensorFrame], reply: Reply, *, peer: str = "local") -> None:
         """Take one message. Returns at once; `reply` is called later on the same loop, or now for a cached key."""
         match message:
