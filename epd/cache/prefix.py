@@ -17,7 +17,7 @@ from epd.cache.ledger import TailKeepingLru, TreeLedger, VictimPolicy
 from epd.cache.radix import Walk
 from epd.cache.retention import RetentionPolicy
 from epd.cache.sequence_pages import SequencePages
-from epd.cache.window import num_window_pages, release_frontier, window_floor
+from epd.cache.window import num_window_pages, window_floor
 from epd.kv.dual import DualPool
 from epd.kv.pages import PagePool
 
@@ -148,17 +148,12 @@ class PrefixCache:
         return pages
 
     def window_frontier(self, num_tokens: int) -> int:
-        """First page whose window a sequence of `num_tokens` committed tokens keeps, and a handoff sends.
+        """First page whose window is needed to go on after `num_tokens` tokens: what a handoff sends.
 
-        A sender that resumed from a hit may hold one tail page less: it sends from its row's `window_start` if that is
-        larger, and the receiver must be told from where.
+        A row with so many tokens committed begins there or earlier (earlier by its tail pages, unless it resumed from
+        a hit less than a page ago), so a sender always has these pages.
         """
-        return release_frontier(
-            num_tokens,
-            window_tokens=self.window_tokens,
-            page_size=self.page_size,
-            tail_pages=self.retention.tail_pages,
-        )
+        return window_floor(num_tokens // self.page_size, self.window_pages)
 
     def clear(self) -> int:
         """Drop everything no running sequence uses; returns the full pages freed."""
