@@ -51,6 +51,10 @@ class Batcher(Generic[JobT]):
     def __len__(self) -> int:
         return sum(len(queue) for queue in self._lanes.values())
 
+    def waiting_cost(self, lane: Lane) -> int:
+        """Patches or mel frames queued in a lane."""
+        return sum(queued.cost for queued in self._lanes[lane])
+
     def add(self, job: JobT, *, lane: Lane, cost: int, now_s: float) -> None:
         """Queue a job. Raises ValueError for a cost below one."""
         if cost < 1:

@@ -162,6 +162,7 @@ class EncoderClient:
         self._replicas = {link.name: _ReplicaState(link, self._wake, clock) for link in links}
         self._ring = Ring([link.name for link in links])
         self._tasks: list[asyncio.Task[None]] = []
+        self._closed = False
 
     @classmethod
     def connect(cls, addresses: Sequence[str]) -> "EncoderClient":
@@ -188,7 +189,8 @@ class EncoderClient:
             task.add_done_callback(_report)
 
     async def close(self) -> None:
-        """Close the links; calls that wait end with ReplicaLost."""
+        """Close the links; calls that wait end with EncoderUnavailable."""
+        self._closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -298,6 +300,8 @@ class EncoderClient:
 
     async def _wait_until_up(self, deadline_unix_s: float) -> None:
         while not any(replica.is_up for replica in self._replicas.values()):
+            if self._closed:
+                raise EncoderUnavailable("the encoder client was closed")
             self._changed.clear()
             try:
                 await asyncio.wait_for(self._changed.wait(), max(0.0, deadline_unix_s - self._clock()))

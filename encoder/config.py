@@ -240,6 +240,8 @@ class EncoderConfig:
     max_batch_wait_s: float = 0.0
     # Requests admitted and not yet replied to; one more is refused with 503.
     max_pending: int = 256
+    # Content that waits to be decoded; the first medium is always taken.
+    max_pending_bytes: int = 2**30
     retry_after_s: float = 1.0
     arena_bytes: int = 256 * 2**20
     page_bytes: int = 4096
@@ -250,7 +252,7 @@ class EncoderConfig:
         if self.dtype not in ("float32", "bfloat16"):
             raise _refuse("dtype", self.dtype, "'float32' or 'bfloat16'")
         at_least_one = ("tower_threads", "decode_threads", "max_batch_patches", "max_batch_mel_frames")
-        for name in (*at_least_one, "max_batch_jobs", "max_pending"):
+        for name in (*at_least_one, "max_batch_jobs", "max_pending", "max_pending_bytes"):
             if getattr(self, name) < 1:
                 raise _refuse(name, getattr(self, name), "1 or more")
         for name in ("max_batch_wait_s", "retry_after_s", "max_lease_s"):

@@ -27,6 +27,8 @@ HIGH_WATER = 8192
 RECONNECT_MS = 20
 RECONNECT_MAX_MS = 1000
 HEARTBEAT_MS = 1000
+# A peer that announces a larger frame is disconnected before the memory is taken.
+MAX_FRAME_BYTES = 2**30
 HEARTBEAT_TIMEOUT_MS = 4000
 
 
@@ -209,6 +211,7 @@ class ZmqEndpoint:
         _harden(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self.tasks: list[asyncio.Task[None]] = []
         """What `start` began. None of them ends before `stop`; one that does has failed."""
         try:

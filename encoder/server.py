@@ -12,14 +12,12 @@ function that sends the reply.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from encoder.batcher import Batch, Batcher, Lane, LaneBudget
 from encoder.cache.store import EmbeddingStore
 from encoder.config import EncoderConfig
 from encoder.errors import (
@@ -34,6 +32,7 @@ from encoder.errors import (
     WireError,
 )
 from encoder.runner import TowerJob, TowerRunner
+from encoder.tower_queue import Ticket, TowerQueue
 from encoder.types import (
     CancelEncode,
     EncodeFailure,
@@ -86,20 +85,21 @@ class _Flight:
     key: MediaKey
     waiters: list[_Waiter] = field(default_factory=list)
     task: "asyncio.Task[None] | None" = None
-    in_tower: bool = False
+    ticket: Ticket | None = None
+    content_bytes: int = 0
     prepare_s: float = 0.0
-    batch_wait_s: float = 0.0
-    tower_s: float = 0.0
 
+    @property
+    def in_tower(self) -> bool:
+        return self.ticket is not None and self.ticket.in_tower
 
-@dataclass(slots=True, eq=False)
-class _Queued:
-    """A flight's job on its way through batcher and tower."""
-
-    flight: _Flight
-    job: TowerJob
-    since_s: float
-    done: "asyncio.Future[int | TowerFailed]"
+    @property
+    def timings(self) -> StageTimings:
+        if self.ticket is None:
+            return StageTimings(prepare_s=self.prepare_s)
+        return StageTimings(
+            prepare_s=self.prepare_s, batch_wait_s=self.ticket.batch_wait_s, tower_s=self.ticket.tower_s
+        )
 
 
 class EncoderServer:
@@ -124,24 +124,19 @@ class EncoderServer:
         self._pool = pool
         self._processor = processor
         self._clock = clock
-        self._batcher: Batcher[_Queued] = Batcher(
-            {
-                Lane.VISION: LaneBudget(config.max_batch_patches, config.max_batch_jobs, config.max_batch_wait_s),
-                Lane.AUDIO: LaneBudget(config.max_batch_mel_frames, config.max_batch_jobs, config.max_batch_wait_s),
-            }
-        )
-        self._work = asyncio.Event()
+        self._tower = TowerQueue(config, runner, clock)
+        self._decoders = asyncio.Semaphore(config.decode_threads)
         self._waiters: dict[tuple[str, str], _Waiter] = {}
         self._flights: dict[MediaKey, _Flight] = {}
         self._flying: set[asyncio.Task[None]] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
         self._counters: Counter[str] = Counter()
-        self._seconds = {"prepare_s": 0.0, "tower_s": 0.0}
+        self._prepare_s = 0.0
 
     def start(self) -> None:
         """Begin to run batches and to reclaim expired leases."""
-        self._tasks = [asyncio.create_task(self._run_batches()), asyncio.create_task(self._keep_house())]
+        self._tasks = [asyncio.create_task(self._tower.run()), asyncio.create_task(self._keep_house())]
 
     async def stop(self, drain_s: float = 10.0) -> None:
         """Refuse new requests, give those in flight `drain_s`, end the rest with an error, check the books."""
@@ -196,8 +191,13 @@ class EncoderServer:
             capacity_bytes=usage.capacity_bytes,
             leased_bytes=usage.leased_bytes,
             ready=not self._draining,
-            counters={**self._counters, **self._seconds},
+            counters=self._all_counters(),
         )
+
+    def _all_counters(self) -> dict[str, float]:
+        tower = self._tower
+        times_s = {"prepare_s": self._prepare_s, "tower_s": tower.tower_s}
+        return {**self._counters, "batches": tower.num_batches, "batch_jobs": tower.num_jobs, **times_s}
 
     def disconnect(self, peer: str) -> None:
         """A transport found that a peer is gone: end its requests and leases now instead of at their deadlines."""
@@ -233,7 +233,7 @@ class EncoderServer:
         flight = self._flights.get(request.key)
         if flight is None:
             content = self._verified_content(request, tensors)
-            flight = _Flight(request.key)
+            flight = _Flight(request.key, content_bytes=len(content))
             flight.task = asyncio.create_task(self._fly(flight, request, content))
             self._flying.add(flight.task)
             flight.task.add_done_callback(self._flying.discard)
@@ -250,6 +250,10 @@ class EncoderServer:
             raise MediaUnsupported(f"this model has no tower for {request.modality}")
         if len(tensors) != 1 or tensors[0].dtype != "uint8":
             raise WireError("an encode request carries its content as one uint8 frame")
+        waiting_bytes = sum(flight.content_bytes for flight in self._flights.values())
+        if waiting_bytes and waiting_bytes + tensors[0].data.nbytes > self._config.max_pending_bytes:
+            limit = f"{waiting_bytes} bytes of media wait to be decoded"
+            raise EncoderBusy(limit, retry_after_s=self._config.retry_after_s)
         content = bytes(tensors[0].data)
         expected = media_key(
             content,
@@ -265,18 +269,8 @@ class EncoderServer:
 
     async def _fly(self, flight: _Flight, request: EncodeRequest, content: bytes) -> None:
         """Compute one key and reply to its waiters; cancelled when the last of them leaves before the tower runs."""
-        started_s = self._clock()
         try:
-            prepared = await self._pool.prepare(
-                content,
-                modality=request.modality,
-                options=request.options,
-                config=self._processor,
-                key=request.key,
-                timeout_s=max(0.001, request.deadline_unix_s - started_s),
-            )
-            flight.prepare_s = self._clock() - started_s
-            await self._encode(flight, prepared)
+            await self._encode(flight, await self._prepare(flight, request, content))
         except (EncoderError, MediaError) as error:
             self._end_flight(flight, error)
         except Exception:  # outermost loop of a job: it must not end in silence
@@ -288,58 +282,46 @@ class EncoderServer:
             if self._flights.get(flight.key) is flight:
                 del self._flights[flight.key]
 
+    async def _prepare(self, flight: _Flight, request: EncodeRequest, content: bytes) -> PreparedMedia:
+        """Decode once a decoder is free and the tower's queue has room."""
+        async with self._decoders:
+            await self._tower.wait_for_room()
+            started_s = self._clock()
+            prepared = await self._pool.prepare(
+                content,
+                modality=request.modality,
+                options=request.options,
+                config=self._processor,
+                key=request.key,
+                timeout_s=max(0.001, request.deadline_unix_s - started_s),
+            )
+            flight.prepare_s = self._clock() - started_s
+            self._prepare_s += flight.prepare_s
+            flight.content_bytes = 0
+            return prepared
+
     async def _encode(self, flight: _Flight, prepared: PreparedMedia) -> None:
         """Reserve, wait for the tower, publish. Room that was not published is given back whatever happens."""
         self._store.expire(self._clock())
         reservation = self._store.reserve(flight.key, prepared.layout.num_rows)
-        job, now_s = TowerJob(prepared, reservation.destination), self._clock()
-        queued = _Queued(flight, job, now_s, asyncio.get_running_loop().create_future())
+        flight.ticket = self._tower.submit(TowerJob(prepared, reservation.destination))
         published = False
         try:
-            self._batcher.add(queued, lane=job.lane, cost=job.cost, now_s=now_s)
-            self._work.set()
-            outcome = await queued.done
+            outcome = await flight.ticket.done
             if isinstance(outcome, TowerFailed):
                 raise outcome
             self._store.publish(reservation, layout=prepared.layout, checksum=outcome, warnings=prepared.warnings)
             published = True
         finally:
-            self._batcher.discard(queued)
+            self._tower.withdraw(flight.ticket)
             if not published:
                 self._store.abandon(reservation)
 
-    async def _run_batches(self) -> None:
-        while True:
-            now_s = self._clock()
-            batch = self._batcher.pop(now_s)
-            if batch is None:
-                due_s = self._batcher.next_due_s(now_s)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._work.wait(), None if due_s is None else due_s - now_s)
-                self._work.clear()
-                continue
-            await self._run_batch(batch, now_s)
-
-    async def _run_batch(self, batch: Batch[_Queued], now_s: float) -> None:
-        for queued in batch.jobs:
-            queued.flight.in_tower = True
-            queued.flight.batch_wait_s = now_s - queued.since_s
-        outcomes = await self._runner.run([queued.job for queued in batch.jobs])
-        tower_s = self._clock() - now_s
-        self._counters["batches"] += 1
-        self._counters["batch_jobs"] += len(batch.jobs)
-        self._seconds["tower_s"] += tower_s
-        for queued, outcome in zip(batch.jobs, outcomes, strict=True):
-            queued.flight.tower_s = tower_s
-            queued.done.set_result(outcome)
-
     def _end_flight(self, flight: _Flight, error: EncoderError | MediaError | None) -> None:
         self._counters["encoded" if error is None else "failed"] += 1
-        self._seconds["prepare_s"] += flight.prepare_s
-        timings = StageTimings(prepare_s=flight.prepare_s, batch_wait_s=flight.batch_wait_s, tower_s=flight.tower_s)
         for waiter in list(flight.waiters):
             if error is None:
-                self._answer(waiter, cached=False, timings=timings)
+                self._answer(waiter, cached=False, timings=flight.timings)
             else:
                 self._fail(waiter, error)
 

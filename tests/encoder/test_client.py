@@ -276,7 +276,7 @@ async def test_closing_ends_waiting_calls() -> None:
     async with client_of(ScriptedLink("a", ignore)) as client:
         task = asyncio.create_task(encode(client))
         await asyncio.sleep(0.05)
-    with pytest.raises(EncoderError):
+    with pytest.raises(EncoderUnavailable):
         await task
 
 

@@ -1,0 +1,104 @@
+"""Jobs that wait for the tower: batched, run one batch at a time, with a limit on what may wait in decoded form.
+
+Decoded pictures are large (a 1080p one is 50 MB of patches), and decoding may be faster than the tower, so decoding
+asks `wait_for_room` before it starts another medium.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from encoder.batcher import Batch, Batcher, Lane, LaneBudget
+from encoder.config import EncoderConfig
+from encoder.errors import TowerFailed
+from encoder.runner import TowerJob, TowerRunner
+
+# Batches' worth of decoded media that may wait in a lane before decoding pauses.
+MAX_WAITING_BATCHES = 2
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A queued job. `done` gives the checksum of its bytes or why it failed. Once `in_tower` it cannot be withdrawn."""
+
+    job: TowerJob
+    since_s: float
+    done: "asyncio.Future[int | TowerFailed]"
+    in_tower: bool = False
+    batch_wait_s: float = 0.0
+    tower_s: float = 0.0
+
+
+class TowerQueue:
+    """Batcher and runner tied together on one event loop."""
+
+    def __init__(self, config: EncoderConfig, runner: TowerRunner, clock: Callable[[], float]) -> None:
+        self._runner = runner
+        self._clock = clock
+        wait_s, max_jobs = config.max_batch_wait_s, config.max_batch_jobs
+        self._budgets = {
+            Lane.VISION: LaneBudget(config.max_batch_patches, max_jobs, wait_s),
+            Lane.AUDIO: LaneBudget(config.max_batch_mel_frames, max_jobs, wait_s),
+        }
+        self._batcher: Batcher[Ticket] = Batcher(self._budgets)
+        self._work = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+        self.num_batches = 0
+        self.num_jobs = 0
+        self.tower_s = 0.0
+
+    def submit(self, job: TowerJob) -> Ticket:
+        """Queue a job for the next batch of its lane."""
+        ticket = Ticket(job, self._clock(), asyncio.get_running_loop().create_future())
+        self._batcher.add(ticket, lane=job.lane, cost=job.cost, now_s=ticket.since_s)
+        self._work.set()
+        self._update_room()
+        return ticket
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """Take a job back out if it still waits."""
+        self._batcher.discard(ticket)
+        self._update_room()
+
+    async def wait_for_room(self) -> None:
+        """Return once little enough waits in decoded form."""
+        await self._room.wait()
+
+    async def run(self) -> None:
+        """Run batches until cancelled. A batch in the tower at that moment is not waited for."""
+        while True:
+            now_s = self._clock()
+            batch = self._batcher.pop(now_s)
+            if batch is not None:
+                self._update_room()
+                await self._run_batch(batch, now_s)
+                continue
+            due_s = self._batcher.next_due_s(now_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._work.wait(), None if due_s is None else due_s - now_s)
+            self._work.clear()
+
+    async def _run_batch(self, batch: Batch[Ticket], now_s: float) -> None:
+        for ticket in batch.jobs:
+            ticket.in_tower = True
+            ticket.batch_wait_s = now_s - ticket.since_s
+        outcomes = await self._runner.run([ticket.job for ticket in batch.jobs])
+        tower_s = self._clock() - now_s
+        self.num_batches += 1
+        self.num_jobs += len(batch.jobs)
+        self.tower_s += tower_s
+        for ticket, outcome in zip(batch.jobs, outcomes, strict=True):
+            ticket.tower_s = tower_s
+            ticket.done.set_result(outcome)
+
+    def _update_room(self) -> None:
+        crowded = any(
+            self._batcher.waiting_cost(lane) >= MAX_WAITING_BATCHES * budget.max_cost
+            for lane, budget in self._budgets.items()
+        )
+        if crowded:
+            self._room.clear()
+        else:
+            self._room.set()
