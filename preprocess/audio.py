@@ -11,8 +11,9 @@ import functools
 import io
 import math
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
+import av
 import numpy as np
 import soundfile
 import torch
@@ -30,6 +31,9 @@ _NUM_ZERO_CROSSINGS: Final = 6
 _ROLLOFF: Final = 0.99
 _LOG_FLOOR: Final = 1e-7
 _BLOCK_FRAMES: Final = 8192
+# A damaged header may claim 1 Hz, which resampling would turn into gigabytes.
+_MIN_RATE_HZ: Final = 1000
+_MAX_RATE_HZ: Final = 768_000
 # Above this many taps the strided filter would hold mostly zeros; see `resample`.
 _MAX_DENSE_TAPS: Final = 1 << 20
 
@@ -75,6 +79,8 @@ def _checked(waveform: Waveform, content: bytes) -> Waveform:
 
 
 def _check_duration(num_samples: int, rate_hz: int, limits: DecodeLimits) -> None:
+    if not _MIN_RATE_HZ <= rate_hz <= _MAX_RATE_HZ:
+        raise MediaUnsupported(f"audio at {rate_hz} Hz; allowed are {_MIN_RATE_HZ} to {_MAX_RATE_HZ} Hz")
     if num_samples > limits.max_duration_s * rate_hz:
         raise MediaTooLarge(f"audio lasts over {limits.max_duration_s:.0f} s, which is the limit")
 
@@ -95,7 +101,10 @@ def _decode_with_ffmpeg(
 ) -> tuple[Waveform | None, tuple[str, ...]]:
     pieces: list[NDArray[np.float32]] = []
     num_samples = 0
-    rate_hz = 0
+    form: tuple[int, int] | None = None
+    # Interleaved floats whatever the codec gives. PyAV cannot be asked for the planes of a frame: it counts them up to
+    # a null pointer, which eight channels and more do not have, and reads whatever lies behind.
+    packer = av.AudioResampler(format="flt")
     with open_container(content, "audio") as container:
         stream = next((stream for stream in container.streams.audio if stream.codec_context is not None), None)
         if stream is None:
@@ -103,32 +112,22 @@ def _decode_with_ffmpeg(
         reader = FrameReader(container, stream)
         for frame in reader:
             check_deadline()
-            piece_CN = _frame_samples(frame)
-            if pieces and (piece_CN.shape[0] != pieces[0].shape[0] or frame.sample_rate != rate_hz):
-                raise MediaUnsupported("the audio changes its channels or its rate on the way")
-            rate_hz = frame.sample_rate
-            num_samples += piece_CN.shape[1]
-            _check_duration(num_samples, rate_hz, limits)
-            pieces.append(piece_CN)
+            found = (frame.layout.nb_channels, frame.sample_rate)
+            if form is not None and found != form:
+                raise MediaUnsupported(f"the audio changes on the way, from {_words(form)} to {_words(found)}")
+            form = found
+            num_samples += frame.samples
+            _check_duration(num_samples, frame.sample_rate, limits)
+            for packed in packer.resample(frame):
+                pieces.append(np.asarray(packed.to_ndarray(), dtype=np.float32).reshape(-1, found[0]).T)
         warnings = tuple(f"audio: {warning}" for warning in reader.warnings)
-    if not num_samples:
+    if form is None or not num_samples:
         return None, (*warnings, "audio: nothing of the track decodes; left out")
-    return Waveform(samples=np.concatenate(pieces, axis=1), rate_hz=rate_hz), warnings
+    return Waveform(samples=np.concatenate(pieces, axis=1), rate_hz=form[1]), warnings
 
 
-def _frame_samples(frame: Any) -> NDArray[np.float32]:
-    """[channels, N] of one decoded frame, full scale 1.0."""
-    values = frame.to_ndarray()
-    if not frame.format.is_planar:
-        values = values.reshape(-1, frame.layout.nb_channels).T
-    match values.dtype.kind:
-        case "f":
-            scaled = values
-        case "u":
-            scaled = (values.astype(np.float32) - 128) / 128
-        case _:
-            scaled = values.astype(np.float64) / 2.0 ** (8 * values.dtype.itemsize - 1)
-    return np.ascontiguousarray(scaled, dtype=np.float32)
+def _words(form: tuple[int, int]) -> str:
+    return f"{form[0]} channels at {form[1]} Hz"
 
 
 def log_mel(waveform: Waveform, budget: AudioBudget) -> MelFrames:

@@ -33,10 +33,10 @@ from preprocess.sniff import IMAGE_KINDS, describe, sniff
 _WANTED_FORMATS: Final = ("JPEG", "MPO", "PNG", "GIF", "WEBP", "BMP", "DIB", "TIFF", "AVIF", "ICO", "PPM", "JPEG2000")
 Image.init()
 _FORMATS: Final = tuple(name for name in _WANTED_FORMATS if name in Image.OPEN)
-# What Pillow's plugins raise for damaged files.
+# What Pillow's plugins raise for damaged files; UserWarning is theirs where a process turns warnings into errors.
 _DAMAGE: Final = (
     *(OSError, SyntaxError, ValueError, EOFError, TypeError, KeyError, IndexError, OverflowError),
-    *(struct.error, zlib.error),
+    *(RuntimeError, UserWarning, struct.error, zlib.error),
 )
 _ORIENTATION_TAG: Final = 0x0112
 

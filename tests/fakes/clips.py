@@ -34,14 +34,15 @@ def make_video(
     codec: str = "libx264",
     gop: int = 12,
     sound: NDArray[np.float32] | None = None,
+    sound_layout: str = "mono",
     corner: bool = False,
     pts: list[int] | None = None,
     options: dict[str, str] | None = None,
 ) -> bytes:
     """A clip whose frame i is grey level `grey_of_frame(i)`; `corner` paints the top left quarter red.
 
-    `sound` is [N] mono at 24 kHz; `pts` gives frame times in units of 1 / rate instead of 0, 1, 2...,
-    `options` are the container's.
+    `sound` is [N] at 24 kHz, the same for all channels of `sound_layout`; `pts` gives frame times in units of
+    1 / rate instead of 0, 1, 2...; `options` are the container's.
     """
     file = io.BytesIO()
     height, width = size
@@ -50,7 +51,7 @@ def make_video(
         video.width, video.height, video.pix_fmt = width, height, "yuv420p"
         video.codec_context.gop_size = gop
         video.codec_context.bit_rate = 4_000_000
-        audio: Any = output.add_stream("aac", rate=24_000, layout="mono") if sound is not None else None
+        audio: Any = output.add_stream("aac", rate=24_000, layout=sound_layout) if sound is not None else None
         for index in range(num_frames):
             pixels = np.full((height, width, 3), grey_of_frame(index), dtype=np.uint8)
             if corner:
@@ -66,8 +67,10 @@ def make_video(
 
 
 def _encode_sound(output: Any, stream: Any, sound: NDArray[np.float32]) -> None:
+    layout = stream.codec_context.layout
     for start in range(0, len(sound), 1024):
-        frame = av.AudioFrame.from_ndarray(sound[None, start : start + 1024], format="fltp", layout="mono")
+        packed = np.repeat(sound[start : start + 1024], layout.nb_channels)[None]
+        frame = av.AudioFrame.from_ndarray(packed, format="flt", layout=layout)
         frame.sample_rate = 24_000
         frame.pts = start
         output.mux(stream.encode(frame))
