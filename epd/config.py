@@ -88,7 +88,7 @@ class GatewayConfig:
     heartbeat_s: float = 0.5
     worker_timeout_s: float = 15.0
     # How long a request waits for a stage that is restarting, at admission and before each further attempt.
-    restart_wait_s: float = 20.0
+    restart_wait_s: float = 30.0
     max_attempts: int = 3
     default_max_tokens: int = 512
     api_keys: tuple[str, ...] = ()

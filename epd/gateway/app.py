@@ -8,7 +8,7 @@ import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 from aiohttp import web
@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+# Not a status of HTTP but a custom among servers; it is never sent, only counted.
+_CLIENT_CLOSED_REQUEST = 499
+_STREAM: web.RequestKey[EventStream] = web.RequestKey("stream", EventStream)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -125,17 +128,19 @@ class Gateway:
         except web.HTTPException as error:
             response = _answer(_http_problem(request, error), _allow_header(error))
         except ServeError as error:
-            response = _answer(problem_of(error))
+            response = await _refuse(request, problem_of(error))
         except asyncio.CancelledError:
             self._metrics.disconnects.inc()
             raise
-        except ConnectionError:
-            # The client left while its stream was being written; there is nobody to answer.
-            self._metrics.disconnects.inc()
-            raise
-        except Exception:
-            logger.exception("request %s failed", request_id)
-            response = _answer(internal_problem(request_id))
+        except Exception as error:
+            # The outermost loop of a request: log, and end it.
+            if isinstance(error, ConnectionError) and _client_left(request):
+                # A stream was being written; there is nobody to answer any more.
+                self._metrics.disconnects.inc()
+                response = web.Response(status=_CLIENT_CLOSED_REQUEST)
+            else:
+                logger.exception("request %s failed", request_id)
+                response = await _refuse(request, internal_problem(request_id))
         route = request.match_info.route.resource
         self._metrics.requests.labels(route.canonical if route else "unknown", str(response.status)).inc()
         if not response.prepared:
@@ -196,18 +201,11 @@ class Gateway:
         raise RuntimeError("an answer ended without its end")
 
     async def _stream(self, request: web.Request, body: ChatBody, writer: ReplyWriter) -> web.StreamResponse:
-        """A fault before the first event is an ordinary error; after it, the last event of the stream."""
-        stream = EventStream(request)
-        try:
-            async with self._deadline():
-                await self._send_events(stream, body, writer)
-            return await stream.finish()
-        except ServeError as error:
-            if stream.response is None:
-                raise
-            logger.info("stream %s ends with an error: %s", writer.completion_id, error.message)
-            await stream.send(problem_of(error).body)
-            return await stream.close()
+        """A fault before the first event is an ordinary error; after it, the last event of the stream (see `_refuse`)."""
+        stream = request[_STREAM] = EventStream(request)
+        async with self._deadline():
+            await self._send_events(stream, body, writer)
+        return await stream.finish()
 
     async def _send_events(self, stream: EventStream, body: ChatBody, writer: ReplyWriter) -> None:
         include_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -269,6 +267,10 @@ class Gateway:
         }
 
 
+def _client_left(request: web.Request) -> bool:
+    return request.transport is None or request.transport.is_closing()
+
+
 def _dumps(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
@@ -277,6 +279,18 @@ def _request_id(request: web.Request) -> str:
     """The client's own id when it is a sane one, else a new one."""
     given = request.headers.get("X-Request-Id", "")
     return given if _REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+
+
+async def _refuse(request: web.Request, problem: Problem) -> web.StreamResponse:
+    """Tell the client: as the whole answer, or as the last event of a stream that has begun."""
+    stream = request.get(_STREAM)
+    if stream is None or stream.response is None:
+        return _answer(problem)
+    logger.info("a stream ends with an error: %s", problem.message)
+    with suppress(ConnectionError):
+        await stream.send(problem.body)
+        await stream.close()
+    return stream.response
 
 
 def _answer(problem: Problem, headers: Mapping[str, str] | None = None) -> web.Response:

@@ -244,6 +244,7 @@ class FakeEncoder:
 
     errors: dict[bytes, MediaError | EncoderError] = field(default_factory=dict)
     up: bool = True
+    release_error: Exception | None = None
     encoded: list[bytes] = field(default_factory=list)
     leases: set[str] = field(default_factory=set)
     _ids: "itertools.count[int]" = field(default_factory=itertools.count)
@@ -273,6 +274,8 @@ class FakeEncoder:
         )
 
     def release(self, ref: EmbeddingRef) -> None:
+        if self.release_error is not None:
+            raise self.release_error
         self.leases.discard(ref.lease_id)
 
     async def info(self, timeout_s: float = 60.0) -> EncoderInfo:

@@ -322,3 +322,31 @@ async def test_the_gateway_stops_with_requests_in_flight() -> None:
         request.cancel()
         with pytest.raises((asyncio.CancelledError, aiohttp.ClientError)):
             await request
+
+
+async def test_far_more_requests_than_places_all_end() -> None:
+    async with running_gateway(says(TEXT), max_inflight=32) as stack:
+        results = await asyncio.gather(*(stack.ask(PICTURE, stream=False) for _ in range(200)))
+        assert {status for status, _, _ in results} <= {200, 503}
+        assert all(text_of(body) == TEXT for status, body, _ in results if status == 200)
+        assert sum(status == 200 for status, _, _ in results) >= 32
+        await settled(stack)
+
+
+async def test_leaving_in_the_middle_of_a_stream_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    async with running_gateway(lambda _: RENDERER.vocabulary.encode("word " * 3000)) as stack:
+        for _ in range(5):
+            response = await stack.session.post("/v1/chat/completions", json=chat_body(stream=True, max_tokens=3500))
+            await response.content.readany()
+            response.close()
+        await settled(stack)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"], caplog.text
+
+
+async def test_an_unforeseen_error_inside_a_stream_is_its_last_event() -> None:
+    async with running_gateway(says(TEXT)) as stack:
+        stack.encoder.release_error = RuntimeError("nobody thought of this")
+        events = await stack.events(PICTURE)
+        assert events[-1]["error"]["code"] == "internal_error"
+        assert "nobody" not in events[-1]["error"]["message"]
+        assert await stack.metric("mimo_gateway_inflight_requests") == 0
