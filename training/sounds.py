@@ -51,6 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=int, default=10000)
     parser.add_argument("--held-out", type=int, default=200)
+    parser.add_argument("--name", default="sounds.pt")
     args = parser.parse_args()
     torch.set_num_threads(1)
     net, books = load_tokenizer()
@@ -64,9 +65,9 @@ def main() -> None:
             if len(pools[name]) % 1000 == 0:
                 print(name, index + 1, flush=True)
                 torch.save(pools, RUNS / "sounds.tmp")
-                (RUNS / "sounds.tmp").replace(RUNS / "sounds.pt")
+                (RUNS / "sounds.tmp").replace(RUNS / args.name)
     torch.save(pools, RUNS / "sounds.tmp")
-    (RUNS / "sounds.tmp").replace(RUNS / "sounds.pt")
+    (RUNS / "sounds.tmp").replace(RUNS / args.name)
 
 
 if __name__ == "__main__":

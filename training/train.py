@@ -18,10 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from training.batch import Batch, Codes, Encoded, Encoder, collate
 from training.export import export
+from training.nets.text import Moe
 from training.nano import Nano, exact_matches, mtp_losses, task_losses
 from training.optim import build_optimisers, set_rate
 from training.pretrain_audio import disturb
@@ -42,7 +44,7 @@ class Mixer:
         self.encode = Encoder()
         self.books = books
         self.longest = 4
-        self.shares = {"image": 8, "video": 4, "audio": 10, "text": 600, "repeat": 10, "count": 1, "small_talk": 1}
+        self.shares = {"image": 6, "video": 3, "audio": 6, "text": 450, "repeat": 6, "count": 1, "small_talk": 1}
         self.pools: dict[str, list[Tensor]] = {}
 
     @property
@@ -181,7 +183,7 @@ class Trainer:
 
     def train_step(self) -> dict[str, Tensor]:
         """Forward, backward, update; returns the losses."""
-        batch = self.mixer.draw(self.step)
+        batch = self.mixer.draw(self.step * self.args.processes + self.args.rank)
         with torch.autocast("cpu", torch.bfloat16):
             hidden_TD, states_TD, logits_AV = self.net(batch)
             losses = task_losses(batch, logits_AV)
@@ -191,6 +193,7 @@ class Trainer:
                     total + torch.stack([loss for loss, _ in mtp_losses(self.net, batch, hidden_TD, states_TD)]).sum()
                 )
         total.backward()
+        self.share_gradients()
         nn.utils.clip_grad_norm_(self.net.parameters(), 2.0)
         set_rate(self.optimisers, self.rate())
         for optimiser in self.optimisers:
@@ -198,6 +201,22 @@ class Trainer:
             optimiser.zero_grad()
         self.step += 1
         return losses
+
+    def share_gradients(self) -> None:
+        """Mean of the gradients over the processes; the routers' load is summed."""
+        if self.args.processes == 1:
+            return
+        gradients = [param.grad for param in self.net.parameters() if param.grad is not None]
+        loads = [module.load for module in self.net.modules() if isinstance(module, Moe)]
+        flat = torch.cat([tensor.reshape(-1) for tensor in (*gradients, *loads)])
+        dist.all_reduce(flat)
+        sizes = [tensor.numel() for tensor in (*gradients, *loads)]
+        for tensor, part in zip((*gradients, *loads), flat.split(sizes), strict=True):
+            tensor.copy_(part.view_as(tensor))
+        for gradient in gradients:
+            gradient.div_(self.args.processes)
+        for load in loads:  # so that a later sum over the processes gives the sum again
+            load.div_(self.args.processes)
 
     def report(self, seconds: float, losses: dict[str, float]) -> None:
         """Held-out scores, curriculum, balance; saves the state."""
@@ -216,26 +235,37 @@ class Trainer:
         self.save()
 
     def run(self) -> None:
-        """Until the budget is spent."""
+        """Until the budget is spent. Time, and so the learning rate, moves at reports only: all processes agree on it."""
         self.net.train()
         sums: dict[str, float] = {}
-        begun, mark, exported = self.step, time.time(), time.time()
+        exported = time.time()
         while self.spent_s < self.args.minutes * 60:
-            started = time.time()
-            for task, loss in self.train_step().items():
-                sums[task] = sums.get(task, 0.0) + float(loss.detach())
-            if self.step % 4 == 0 and self.step % self.args.report_every > 8:
-                self.net.text.balance(0.01)
-            self.spent_s += time.time() - started
-            if self.step % self.args.report_every == 0:
-                num_steps = self.step - begun
-                self.report((time.time() - mark) / num_steps, {task: value / num_steps for task, value in sums.items()})
-                begun, mark, sums = self.step, time.time(), {}
-            if time.time() - exported > self.args.export_minutes * 60:
-                export(self.net)
-                exported = time.time()
-        self.save()
-        export(self.net)
+            mark, begun = time.time(), self.step
+            while self.step % self.args.report_every or self.step == begun:
+                for task, loss in self.train_step().items():
+                    sums[task] = sums.get(task, 0.0) + float(loss.detach())
+                if self.step % 4 == 0:
+                    self.net.text.balance(0.01)
+            num_steps = self.step - begun
+            if self.args.rank == 0:
+                seconds = time.time() - mark
+                self.report(seconds / num_steps, {task: value / num_steps for task, value in sums.items()})
+                self.spent_s += time.time() - mark
+                if time.time() - exported > self.args.export_minutes * 60:
+                    export(self.net)
+                    exported = time.time()
+            self.agree()
+            sums = {}
+        if self.args.rank == 0:
+            self.save()
+            export(self.net)
+
+    def agree(self) -> None:
+        """Every process takes the first one's time and curriculum."""
+        if self.args.processes > 1:
+            common = torch.tensor([self.spent_s, float(self.mixer.longest)], dtype=torch.float64)
+            dist.broadcast(common, 0)
+            self.spent_s, self.mixer.longest = float(common[0]), int(common[1])
 
 
 def main() -> None:
@@ -253,7 +283,11 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=64, help="held-out samples per task in a report")
     parser.add_argument("--mtp-every", type=int, default=0, help="steps between MTP updates; 0 leaves the heads alone")
     parser.add_argument("--export-minutes", type=float, default=8, help="minutes between exported checkpoints")
+    parser.add_argument("--processes", type=int, default=1, help="data-parallel processes, each started with its --rank")
+    parser.add_argument("--rank", type=int, default=0)
     args = parser.parse_args()
+    if args.processes > 1:
+        dist.init_process_group("gloo", f"file://{(RUNS / 'meeting').resolve()}", rank=args.rank, world_size=args.processes)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     random.seed(0)

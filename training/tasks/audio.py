@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import soxr
 from numpy.typing import NDArray
 
 from training.tasks.types import Part, Sample, Sound, Turn, generator, pick, pick_system
 
 RATE_HZ = 24_000
+OTHER_RATES_HZ = (8_000, 16_000, 22_050, 44_100, 48_000)
 KEYS = "0123456789"
 LOW_HZ = {"1": 697, "2": 697, "3": 697, "4": 770, "5": 770, "6": 770, "7": 852, "8": 852, "9": 852, "0": 941}
 HIGH_HZ = {"1": 1209, "4": 1209, "7": 1209, "2": 1336, "5": 1336, "8": 1336, "0": 1336, "3": 1477, "6": 1477, "9": 1477}
@@ -53,7 +55,10 @@ def render(rng: np.random.Generator, keys: str) -> tuple[NDArray[np.float32], tu
     if rng.random() < 0.6:
         noise = rng.standard_normal(len(samples), dtype=np.float32)
         samples = samples + noise * level * float(10 ** rng.uniform(-3.5, -1.6))
-    if rng.random() < 0.5:  # 16-bit files round
+    if rng.random() < 0.35:  # files of another rate lose the top of the band, or get it back as noise
+        other_hz = int(rng.choice(OTHER_RATES_HZ))
+        samples = soxr.resample(soxr.resample(samples, RATE_HZ, other_hz), other_hz, RATE_HZ)
+    if rng.random() < 0.8:  # 16-bit files round
         samples = np.round(samples * 32767) / 32768
     return np.clip(samples, -1, 1).astype(np.float32), tuple(ranges)
 
