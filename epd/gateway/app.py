@@ -201,7 +201,7 @@ class Gateway:
         raise RuntimeError("an answer ended without its end")
 
     async def _stream(self, request: web.Request, body: ChatBody, writer: ReplyWriter) -> web.StreamResponse:
-        """A fault before the first event is an ordinary error; after it, the last event of the stream (see `_refuse`)."""
+        """A fault before the first event is an ordinary error; after it, the last event (see `_refuse`)."""
         stream = request[_STREAM] = EventStream(request)
         async with self._deadline():
             await self._send_events(stream, body, writer)
@@ -283,14 +283,15 @@ def _request_id(request: web.Request) -> str:
 
 async def _refuse(request: web.Request, problem: Problem) -> web.StreamResponse:
     """Tell the client: as the whole answer, or as the last event of a stream that has begun."""
-    stream = request.get(_STREAM)
-    if stream is None or stream.response is None:
+    stream: EventStream | None = request.get(_STREAM)
+    begun = None if stream is None else stream.response
+    if stream is None or begun is None:
         return _answer(problem)
     logger.info("a stream ends with an error: %s", problem.message)
     with suppress(ConnectionError):
         await stream.send(problem.body)
         await stream.close()
-    return stream.response
+    return begun
 
 
 def _answer(problem: Problem, headers: Mapping[str, str] | None = None) -> web.Response:
