@@ -287,13 +287,15 @@ class EncoderServer:
         async with self._decoders:
             await self._tower.wait_for_room()
             started_s = self._clock()
+            # Whoever has joined by now is waited for, not only the first.
+            deadline_unix_s = max(waiter.request.deadline_unix_s for waiter in flight.waiters)
             prepared = await self._pool.prepare(
                 content,
                 modality=request.modality,
                 options=request.options,
                 config=self._processor,
                 key=request.key,
-                timeout_s=max(0.001, request.deadline_unix_s - started_s),
+                timeout_s=max(0.001, deadline_unix_s - started_s),
             )
             flight.prepare_s = self._clock() - started_s
             self._prepare_s += flight.prepare_s

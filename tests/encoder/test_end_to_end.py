@@ -184,7 +184,7 @@ run_encoder(EncoderConfig(arena_bytes=2**22), model_dir=Path(model_dir), name=na
 
 
 def start_process(model_dir: Path, address: str, arena: str) -> "subprocess.Popen[bytes]":
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
     return subprocess.Popen([sys.executable, "-c", PROGRAM, model_dir, "e0", address, arena], env=environment)
 
 
@@ -205,6 +205,8 @@ async def test_a_killed_replica_is_replaced_and_every_request_ends(
         async with EncoderClient.connect([address]) as client:
             keys = Keys(tiny_model_dir, (await client.info()).fingerprint)
             before = await encode(client, keys, make_png(0), Modality.IMAGE)
+            offline = LocalEncoder(tiny_model_dir).encode(make_png(0), Modality.IMAGE)[1]
+            assert np.array_equal(ArenaReader().array(before.ref), offline), "another process, other thread settings"
             calls = [asyncio.create_task(encode(client, keys, make_png(s), Modality.IMAGE)) for s in range(1, 20)]
             await asyncio.sleep(0.02)
             processes[0].send_signal(signal.SIGKILL)

@@ -145,6 +145,15 @@ async def test_beyond_the_bound_requests_are_refused(open_peer: Opener, make_png
         assert peer.server.info().num_pending == 0
 
 
+async def test_content_waiting_to_be_decoded_is_bounded(open_peer: Opener, make_png: Callable[..., bytes]) -> None:
+    async with open_peer(replace(CONFIG, max_pending_bytes=100_000)) as peer:  # one picture has 37 kB
+        ids = [peer.send(peer.request(make_png(seed)), make_png(seed)) for seed in range(5)]
+        answers = [await peer.answer(request_id) for request_id in ids]
+        assert [isinstance(answer, EncodeReply) for answer in answers] == [True, True, False, False, False]
+        assert all(answer.code == "encoder_busy" for answer in answers if isinstance(answer, EncodeFailure))
+        assert isinstance(await peer.encode(make_png(9)), EncodeReply)
+
+
 async def test_jobs_that_wait_together_are_batched(open_peer: Opener, make_png: Callable[..., bytes]) -> None:
     async with open_peer(replace(CONFIG, max_batch_wait_s=0.2)) as peer:
         ids = [peer.send(peer.request(make_png(seed)), make_png(seed)) for seed in range(6)]
