@@ -11,9 +11,10 @@ import functools
 import io
 import math
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import av
+import av.error
 import numpy as np
 import soundfile
 import torch
@@ -118,12 +119,20 @@ def _decode_with_ffmpeg(
             form = found
             num_samples += frame.samples
             _check_duration(num_samples, frame.sample_rate, limits)
-            for packed in packer.resample(frame):
-                pieces.append(np.asarray(packed.to_ndarray(), dtype=np.float32).reshape(-1, found[0]).T)
+            pieces.extend(_packed_samples(packer, frame, found))
         warnings = tuple(f"audio: {warning}" for warning in reader.warnings)
     if form is None or not num_samples:
         return None, (*warnings, "audio: nothing of the track decodes; left out")
     return Waveform(samples=np.concatenate(pieces, axis=1), rate_hz=form[1]), warnings
+
+
+def _packed_samples(packer: av.AudioResampler, frame: Any, form: tuple[int, int]) -> list[NDArray[np.float32]]:
+    """[channels, N] pieces of one decoded frame, full scale 1.0."""
+    try:
+        packed = packer.resample(frame)
+    except av.error.FFmpegError as error:
+        raise MediaUndecodable(f"the audio track is damaged: it claims {_words(form)}") from error
+    return [np.asarray(piece.to_ndarray(), dtype=np.float32).reshape(-1, form[0]).T for piece in packed]
 
 
 def _words(form: tuple[int, int]) -> str:
