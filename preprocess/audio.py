@@ -86,10 +86,20 @@ def _check_duration(num_samples: int, rate_hz: int, limits: DecodeLimits) -> Non
         raise MediaTooLarge(f"audio lasts over {limits.max_duration_s:.0f} s, which is the limit")
 
 
+class _SoundBytes(io.BytesIO):
+    """Bytes for libsndfile, which seeks before the start of damaged files and cannot take an exception for it."""
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        try:
+            return super().seek(offset, whence)
+        except ValueError:
+            return super().seek(0)
+
+
 def _decode_with_soundfile(content: bytes, limits: DecodeLimits) -> Waveform | None:
     """None for files libsndfile does not take, which FFmpeg then judges."""
     try:
-        with soundfile.SoundFile(io.BytesIO(content)) as file:
+        with soundfile.SoundFile(_SoundBytes(content)) as file:
             _check_duration(file.frames, file.samplerate, limits)
             samples_NC = file.read(dtype="float32", always_2d=True)
             return Waveform(samples=np.ascontiguousarray(samples_NC.T), rate_hz=file.samplerate)

@@ -159,7 +159,8 @@ class Fetcher:
         if url.user is not None or url.password is not None:
             raise MediaInvalid(f"the URL of {url.host} carries a user name or password, which is not supported")
         if not self._limits.allow_private_addresses:
-            check_endpoint(url.host, url.port)
+            # The encoded host is what is dialled: full-width and circled digits are ordinary ones by then.
+            check_endpoint(url.raw_host or "", url.port)
 
     async def _read(self, url: URL, response: aiohttp.ClientResponse) -> bytes:
         if response.status != 200:

@@ -223,7 +223,16 @@ async def test_a_fetch_nobody_waits_for_is_dropped(site: Site, fetcher: Fetcher)
 
 async def test_private_addresses_are_refused_by_default(site: Site) -> None:
     async with Fetcher(replace(LIMITS, allow_private_addresses=False)) as fetcher:
-        for host in ("127.0.0.1", "localhost", "[::1]", "2130706433", "0x7f.1", "169.254.169.254"):
+        for host in (
+            "127.0.0.1",
+            "localhost",
+            "[::1]",
+            "2130706433",
+            "0x7f.1",
+            "169.254.169.254",
+            "1２7.0.0.1",
+            "①②⑦.⓪.⓪.①",
+        ):
             with pytest.raises(MediaForbidden):
                 await fetcher.fetch(image(f"http://{host}:8080/plain"))
     assert site.hits == {}
