@@ -26,7 +26,7 @@ from encoder.errors import (
     KeyMismatch,
     ReplicaLost,
 )
-from encoder.links import Link, LinkDown, ZmqLink
+from encoder.links import Handler, Link, LinkDown, MemoryLink, ZmqLink
 from encoder.ring import Ring
 from encoder.types import (
     CancelEncode,
@@ -171,6 +171,11 @@ class EncoderClient:
         client = cls([ZmqLink(address, context) for address in addresses])
         client._context = context
         return client
+
+    @classmethod
+    def embedded(cls, server: Handler, name: str = "encoder") -> "EncoderClient":
+        """A client of a server on the same loop: no sockets, the same behaviour."""
+        return cls([MemoryLink(name, server)])
 
     async def __aenter__(self) -> "EncoderClient":
         self.start()

@@ -1,7 +1,7 @@
 """The batcher against a list that is re-read from the start at every step."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoder.batcher import Batcher, Lane, LaneBudget
@@ -36,6 +36,7 @@ def expected_batch(waiting: list[Job], now_s: float) -> list[Job] | None:
     return min(candidates, key=lambda prefix: prefix[0].since_s, default=None)
 
 
+@settings(deadline=None)
 @given(steps)
 def test_equals_the_plain_list(actions: list[tuple[Lane, int] | float | int]) -> None:
     batcher: Batcher[Job] = Batcher(BUDGETS)

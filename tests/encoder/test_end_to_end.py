@@ -20,7 +20,6 @@ import zmq
 from encoder.client import ArenaReader, EncoderClient
 from encoder.config import EncoderConfig
 from encoder.errors import EmbeddingLost
-from encoder.links import MemoryLink
 from encoder.local import LocalEncoder
 from encoder.process import open_server, serve
 from encoder.server import EncoderServer
@@ -165,7 +164,7 @@ async def test_in_one_process_the_same_client_works_over_memory(
     arena = f"t-{uuid.uuid4().hex}"
     with open_server(EncoderConfig(arena_bytes=2**20), model_dir=tiny_model_dir, name="e0", arena=arena) as server:
         server.start()
-        async with EncoderClient([MemoryLink("e0", server)]) as client:
+        async with EncoderClient.embedded(server) as client:
             keys = Keys(tiny_model_dir, (await client.info()).fingerprint)
             reply = await encode(client, keys, make_png(1), Modality.IMAGE)
             assert ArenaReader().array(reply.ref).shape == (12, 192)

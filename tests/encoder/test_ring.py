@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoder.ring import MIN_CAPACITY, POINTS_PER_REPLICA, Ring, bounded_capacity
@@ -24,6 +24,7 @@ def scanned_owner(replicas: list[str], key: str) -> str:
     return min(points)[1]
 
 
+@settings(deadline=None)
 @given(names, keys)
 def test_owner_equals_a_scan_and_preference_names_everyone_once(replicas: list[str], key: str) -> None:
     order = list(Ring(replicas).preference(key))
@@ -31,6 +32,7 @@ def test_owner_equals_a_scan_and_preference_names_everyone_once(replicas: list[s
     assert sorted(order) == sorted(replicas)
 
 
+@settings(deadline=None)
 @given(names.filter(lambda replicas: len(replicas) > 1), keys)
 def test_a_lost_replica_moves_only_its_own_keys(replicas: list[str], key: str) -> None:
     before = list(Ring(replicas).preference(key))
@@ -39,6 +41,7 @@ def test_a_lost_replica_moves_only_its_own_keys(replicas: list[str], key: str) -
     assert after == [name for name in before if name != lost]
 
 
+@settings(deadline=None)
 @given(names, keys, st.data())
 def test_choice_respects_the_bound(replicas: list[str], key: str, data: st.DataObject) -> None:
     up = data.draw(st.lists(st.sampled_from(replicas), unique=True))

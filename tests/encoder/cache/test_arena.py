@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoder.cache.arena import SHM_DIR, Arena, Extent, PageAllocator, attach, segment_path
@@ -15,6 +15,7 @@ from encoder.errors import ArenaUnavailable
 NUM_PAGES = 40
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(-20, 15), max_size=80))
 def test_allocator_equals_a_bitmap(actions: list[int]) -> None:
     """Positive: reserve so many pages. Negative or zero: free the extent with that index."""
