@@ -199,16 +199,15 @@ def _number(value: str, kind: type[int] | type[float]) -> int | float | str:
 
 def _structured(value: str) -> Any:
     """JSON, else a Python literal that JSON can carry, else the text itself."""
-    try:
-        return json.loads(value, parse_constant=_refuse_constant)
-    except ValueError:
-        pass
-    try:
-        literal = ast.literal_eval(value.strip())
-        return json.loads(json.dumps(literal), parse_constant=_refuse_constant)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return value
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return _portable(read(value.strip()))
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            continue
+    return value
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON value")
+def _portable(value: Any) -> Any:
+    """The value as JSON carries it. Raises ValueError or TypeError for NaN, lone surrogates, sets and the like."""
+    encoded = json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    return json.loads(encoded)

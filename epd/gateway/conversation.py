@@ -3,10 +3,11 @@
 Every string of the client passes through `guard`, so that the template's output keeps it apart from special tokens.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from epd.errors import InvalidRequest
 from epd.gateway.answer import THINK_CLOSE, THINK_OPEN
@@ -162,8 +163,8 @@ def _arguments(text: str, path: str, guard: Guard) -> Any:
     """Templates iterate over arguments, the API carries them as JSON text."""
     param = f"{path}.function.arguments"
     try:
-        arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
+        arguments = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"{param} is no JSON: {error}", param=param) from error
     if not isinstance(arguments, dict):
         raise InvalidRequest(f"{param} is {text[:80]!r}; it must be a JSON object", param=param)

@@ -34,7 +34,13 @@ class TokenBytes:
             except KeyError as error:
                 raise ValueError(f"token {token_id} {spelling!r} is not byte-level: character {error}") from error
         self._spelled = {**self._bytes, **{token_id: text.encode() for text, token_id in added.items()}}
+        self._longest_bytes = max(map(len, self._spelled.values()), default=1)
         self._bytes.update({token_id: b"" if token_id in hidden else text.encode() for text, token_id in added.items()})
+
+    @property
+    def longest_bytes(self) -> int:
+        """Bytes of the token with the longest spelling."""
+        return self._longest_bytes
 
     def visible(self, token_id: int) -> bytes:
         """What the token adds to the answer. A padding row of the vocabulary, without a spelling, adds nothing."""

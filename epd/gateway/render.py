@@ -110,12 +110,19 @@ class Renderer:
         )
 
     def render(self, conversation: Conversation) -> Prompt:
-        """Raises InvalidRequest, also when the template does not place every medium exactly once."""
+        """Raises ContextTooLong, and InvalidRequest also when the template does not place every medium exactly once."""
         if conversation.tools and not self.template.renders_tools:
             raise InvalidRequest("tools: this model's chat template cannot declare tools", param="tools")
         if conversation.media and self.processor is None:
             raise InvalidRequest("this model takes text only", param=conversation.media[0].param)
         text = self.template.render(conversation.messages, tools=conversation.tools, options=conversation.options)
+        # Tokenising megabytes that cannot fit would cost seconds of a core.
+        if (fewest := self.vocabulary.fewest_tokens(text)) > self.max_context_tokens:
+            raise ContextTooLong(
+                f"the text of the prompt has at least {fewest} tokens; this model's context is "
+                f"{self.max_context_tokens} tokens, answer included",
+                param="messages",
+            )
         return Prompt(self._split(text, conversation), text.rfind(THINK_OPEN) > text.rfind(THINK_CLOSE))
 
     def assemble(self, prompt: Prompt, media: Sequence[tuple[MediaKey, MediaLayout]]) -> AssembledPrompt:

@@ -9,6 +9,8 @@ from epd.gateway.vocabulary import Vocabulary
 from epd.types import FinishReason, TokenLogprob, Usage
 from preprocess.types import Modality
 
+_LEAST_LOGPROB = -9999.0
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerPart:
@@ -59,7 +61,9 @@ def logprob_json(entries: Sequence[TokenLogprob], vocabulary: Vocabulary) -> lis
 
 def _scored(token_id: int, logprob: float, vocabulary: Vocabulary) -> dict[str, Any]:
     spelling = vocabulary.spell([token_id])
-    return {"token": spelling.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(spelling)}
+    # JSON has no infinity; an impossible token gets the number that clients know for it.
+    finite = max(logprob, _LEAST_LOGPROB)
+    return {"token": spelling.decode("utf-8", "replace"), "logprob": finite, "bytes": list(spelling)}
 
 
 @dataclass(slots=True)

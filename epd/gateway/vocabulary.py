@@ -47,6 +47,13 @@ class Vocabulary:
     def load(cls, path: Path) -> "Vocabulary":
         return cls(json.loads(path.read_text(encoding="utf-8")))
 
+    def fewest_tokens(self, text: str) -> int:
+        """A lower bound of the tokens of template output, without tokenising it."""
+        text = self.unguard(text)
+        # Composing characters (NFC) makes text shorter: three Hangul letters of 3 bytes become one syllable of 3.
+        num_bytes = len(text) if text.isascii() else len(text.encode()) // 3
+        return num_bytes // self.token_bytes.longest_bytes
+
     def encode_plain(self, text: str) -> list[int]:
         """Ids of the text as text; a special token's spelling becomes ordinary tokens."""
         ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids

@@ -125,6 +125,8 @@ def test_text_is_never_lost(text: str) -> None:
         ("{'x'", "object", "{'x'"),
         ("{1, 2}", "array", "{1, 2}"),
         ("NaN", "array", "NaN"),
+        ('["\\ud800"]', "array", '["\\ud800"]'),
+        ("[1e999]", "array", "[1e999]"),
         ("5", ["string", "null"], "5"),
         ("5", ["integer", "null"], 5),
         ("5", "mystery", 5),

@@ -1,6 +1,7 @@
 """Messages to tokens: pieces, spans, and texts that try to be more than text."""
 
 import json
+import unicodedata
 from typing import Any
 
 import pytest
@@ -243,3 +244,15 @@ def test_body_sizes_do_not_matter_to_the_schema() -> None:
     url = "data:image/png;base64," + "A" * 5_000_000
     body = parse_body(chat_body([{"type": "image_url", "image_url": {"url": url}}]))
     assert body.token_limit is None
+
+
+@given(st.text(max_size=200))
+@settings(max_examples=150, deadline=None)
+def test_the_lower_bound_is_one(value: str) -> None:
+    for sample in (value, value * 20, unicodedata.normalize("NFD", value)):
+        assert VOCABULARY.fewest_tokens(sample) <= len(VOCABULARY.encode_plain(sample))
+
+
+def test_megabytes_are_refused_without_tokenising() -> None:
+    with pytest.raises(ContextTooLong, match="at least"):
+        RENDERER.render(conversation(user("word " * 2_000_000)))
