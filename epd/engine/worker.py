@@ -31,6 +31,7 @@ from epd.transport.sockets import WorkerEndpoint
 
 logger = logging.getLogger(__name__)
 
+_FLUSH_S = 1.0
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -50,7 +51,8 @@ def run_worker(config: EngineConfig, *, address: str) -> None:
     try:
         serve(config, endpoint)
     finally:
-        endpoint.close()
+        # The last Finish of a drain may still be on its way.
+        endpoint.close(flush_s=_FLUSH_S)
 
 
 def serve(config: EngineConfig, endpoint: Endpoint) -> None:

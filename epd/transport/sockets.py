@@ -147,14 +147,15 @@ class WorkerEndpoint:
         with contextlib.suppress(OSError):
             os.write(self._wake_write, b"w")
 
-    def close(self) -> None:
-        """Close every socket and drop what was not delivered. May be called twice."""
+    def close(self, *, flush_s: float = 0.0) -> None:
+        """Close every socket; what is not delivered within `flush_s` is dropped. May be called twice."""
         if self._context.closed:
             return
+        flush_ms = round(flush_s * 1000)
         for dealer in self._dealers.values():
-            dealer.socket.close(0)
-        self._router.close(0)
-        self._context.destroy(linger=0)
+            dealer.socket.close(flush_ms)
+        self._router.close(flush_ms)
+        self._context.destroy(linger=flush_ms)
         os.close(self._wake_read)
         os.close(self._wake_write)
 

@@ -1,0 +1,190 @@
+"""Workers as they run: threads over both transports, and a process that is told to stop."""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from epd.config import EngineConfig
+from epd.engine.worker import EngineThread, run_worker
+from epd.kv.errors import PoolTooSmall
+from epd.transport.base import Channel, Endpoint
+from epd.transport.memory import MemoryNetwork
+from epd.transport.sockets import WorkerChannel, WorkerEndpoint
+from epd.types import (
+    ExpectKv,
+    Finish,
+    FinishReason,
+    GenerateRequest,
+    Hello,
+    Role,
+    SamplingParams,
+    Submit,
+    TokenDelta,
+    WorkerInfo,
+)
+from tests.engine.conftest import Checkpoint, make_request
+from tests.oracles.plain_generate import plain_generate
+
+PROMPT = [(7 * i * i + 3 * i) % 120 for i in range(75)]
+FAR_UNIX_S = time.time() + 600
+
+
+def config(folder: Path, role: Role) -> EngineConfig:
+    return EngineConfig(
+        model_dir=folder,
+        model_name="tiny",
+        role=role,
+        page_size=4,
+        kv_budget_bytes=4 << 20,
+        expected_sequence_tokens=128,
+        chunk_tokens=64,
+        decode_release_interval_tokens=8,
+    )
+
+
+class Client:
+    """The least a gateway does: collect what channels say."""
+
+    def __init__(self, *channels: Channel) -> None:
+        self.tokens: dict[str, dict[int, int]] = {}
+        self.finishes: dict[str, Finish] = {}
+        self.infos: list[WorkerInfo] = []
+        self.changed = asyncio.Condition()
+        self._tasks = [asyncio.create_task(self._listen(channel)) for channel in channels]
+
+    async def _listen(self, channel: Channel) -> None:
+        while True:
+            message, _ = await channel.receive()
+            async with self.changed:
+                match message:
+                    case TokenDelta():
+                        known = self.tokens.setdefault(message.request_id, {})
+                        known.update(enumerate(message.token_ids, message.index))
+                    case Finish():
+                        assert message.request_id not in self.finishes
+                        self.finishes[message.request_id] = message
+                    case WorkerInfo():
+                        self.infos.append(message)
+                self.changed.notify_all()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60), self.changed:
+            await self.changed.wait_for(condition)
+
+    def answer(self, request_id: str) -> list[int]:
+        known = self.tokens[request_id]
+        return [known[index] for index in range(len(known))]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+Pair = tuple[Channel, Channel]
+
+
+@pytest.fixture(params=["ipc", "memory"])
+async def pair(request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path: Path) -> AsyncIterator[Pair]:
+    network = MemoryNetwork()
+    endpoints: list[Endpoint] = []
+    channels: list[Channel] = []
+    for name in ("prefill", "decode"):
+        if request.param == "ipc":
+            address = f"ipc://{tmp_path}/{name}"
+            endpoints.append(WorkerEndpoint(address))
+            channels.append(WorkerChannel(address))
+        else:
+            endpoints.append(network.endpoint(name))
+            channels.append(network.channel(name))
+    roles = (Role.PREFILL, Role.DECODE)
+    threads = [EngineThread(config(checkpoint.folder, r), e) for r, e in zip(roles, endpoints, strict=True)]
+    for thread in threads:
+        thread.start()
+    for channel in channels:
+        channel.open()
+        await asyncio.wait_for(channel.wait_connected(), 10)
+    yield channels[0], channels[1]
+    for channel in channels:
+        channel.close()
+    for thread in threads:
+        await asyncio.to_thread(thread.stop)
+        thread.engine.loop.check()
+
+
+def request(request_id: str, token_ids: list[int], max_tokens: int = 12) -> GenerateRequest:
+    return make_request(request_id, token_ids, max_tokens=max_tokens, ignore_eos=True, deadline_unix_s=FAR_UNIX_S)
+
+
+async def test_prefill_and_decode_answer_together(pair: Pair, checkpoint: Checkpoint) -> None:
+    prefill, decode = pair
+    client = Client(prefill, decode)
+    await decode.send(Hello(sequence=1))
+    await client.until(lambda: bool(client.infos))
+    info = client.infos[0]
+    prompts = {f"r{i}": PROMPT[i:] + PROMPT[:i] for i in range(6)}
+    for request_id, token_ids in prompts.items():
+        asked = request(request_id, token_ids)
+        await decode.send(ExpectKv(request=asked))
+        await prefill.send(Submit(request=asked, decode_address=info.address, decode_incarnation=info.incarnation))
+    await client.until(lambda: len(client.finishes) == len(prompts))
+    sampling = SamplingParams(max_tokens=12, ignore_eos=True)
+    for request_id, token_ids in prompts.items():
+        await client.until(lambda request_id=request_id: len(client.tokens[request_id]) == 12)  # type: ignore[misc]
+        assert client.answer(request_id) == plain_generate(checkpoint.model, token_ids, sampling)
+        assert client.finishes[request_id].reason is FinishReason.LENGTH
+    await client.close()
+
+
+async def test_a_worker_process_drains_on_sigterm(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/worker"
+    spawn = multiprocessing.get_context("spawn")
+    process = spawn.Process(
+        target=run_worker, args=(config(checkpoint.folder, Role.BOTH),), kwargs={"address": address}, daemon=True
+    )
+    process.start()
+    channel = WorkerChannel(address)
+    channel.open()
+    await asyncio.wait_for(channel.wait_connected(), 60)
+    client = Client(channel)
+    await channel.send(Submit(request=request("running", PROMPT, max_tokens=400)))
+    await client.until(lambda: bool(client.tokens))
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGTERM)
+    while not any(not info.ready for info in client.infos):
+        await channel.send(Hello(sequence=1))
+        await asyncio.sleep(0.01)
+    await channel.send(Submit(request=request("late", PROMPT)))
+    await client.until(lambda: len(client.finishes) == 2)
+    assert client.finishes["late"].retryable
+    assert client.finishes["running"].reason is FinishReason.LENGTH
+    assert len(client.answer("running")) == 400
+    await asyncio.wait_for(channel.wait_disconnected(), 10)
+    await asyncio.to_thread(process.join)
+    assert process.exitcode == 0
+    await client.close()
+    channel.close()
+
+
+def test_a_budget_that_is_too_small_names_both_numbers(checkpoint: Checkpoint) -> None:
+    endpoint = MemoryNetwork().endpoint("w")
+    small = replace(config(checkpoint.folder, Role.BOTH), kv_budget_bytes=1000)
+    with pytest.raises(PoolTooSmall, match="1,000"):
+        EngineThread(small, endpoint)
+    stuck = replace(
+        config(checkpoint.folder, Role.BOTH),
+        max_running=1,
+        chunk_tokens=4,
+        kv_budget_bytes=150_000,
+        expected_sequence_tokens=16,
+        decode_release_interval_tokens=512,
+    )
+    with pytest.raises(PoolTooSmall, match="alone needs"):
+        EngineThread(stuck, endpoint)
