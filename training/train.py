@@ -185,13 +185,14 @@ class Trainer:
         """Forward, backward, update; returns the losses."""
         batch = self.mixer.draw(self.step * self.args.processes + self.args.rank)
         with torch.autocast("cpu", torch.bfloat16):
-            hidden_TD, states_TD, logits_AV = self.net(batch)
-            losses = task_losses(batch, logits_AV)
+            with torch.set_grad_enabled(not self.args.mtp_only):
+                hidden_TD, states_TD, logits_AV = self.net(batch)
+                losses = task_losses(batch, logits_AV)
             total = torch.stack([WEIGHTS[task] * loss for task, loss in losses.items()]).sum()
-            if self.args.mtp_every and self.step % self.args.mtp_every == 0:
-                total = (
-                    total + torch.stack([loss for loss, _ in mtp_losses(self.net, batch, hidden_TD, states_TD)]).sum()
-                )
+            if self.args.mtp_only or (self.args.mtp_every and self.step % self.args.mtp_every == 0):
+                drafts = mtp_losses(self.net, batch, hidden_TD, states_TD)
+                total = torch.stack([total, *(loss for loss, _ in drafts)]).sum()
+                losses |= {f"draft{k}": hits for k, (_, hits) in enumerate(drafts)}
         total.backward()
         self.share_gradients()
         nn.utils.clip_grad_norm_(self.net.parameters(), 2.0)
@@ -222,7 +223,7 @@ class Trainer:
         """Held-out scores, curriculum, balance; saves the state."""
         scores = evaluate(self.net, self.mixer.held_out(self.args.held_out, self.mixer.longest))
         busiest = max(float(share.max()) for share in self.net.text.balance(0.0))
-        if scores["text"] >= 0.85 and self.mixer.longest < MAX_SENTENCES:
+        if scores["text"] >= 0.65 and self.mixer.longest < MAX_SENTENCES:
             self.mixer.longest = min(MAX_SENTENCES, int(self.mixer.longest * 1.5) + 1)
         print(
             f"[{time.strftime('%H:%M:%S')}] step {self.step} spent {self.spent_s / 60:.1f} min {seconds:.2f} s/step rate "
@@ -244,7 +245,7 @@ class Trainer:
             while self.step % self.args.report_every or self.step == begun:
                 for task, loss in self.train_step().items():
                     sums[task] = sums.get(task, 0.0) + float(loss.detach())
-                if self.step % 4 == 0:
+                if self.step % 4 == 0 and not self.args.mtp_only:
                     self.net.text.balance(0.01)
             num_steps = self.step - begun
             if self.args.rank == 0:
@@ -283,6 +284,7 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=64, help="held-out samples per task in a report")
     parser.add_argument("--mtp-every", type=int, default=0, help="steps between MTP updates; 0 leaves the heads alone")
     parser.add_argument("--export-minutes", type=float, default=8, help="minutes between exported checkpoints")
+    parser.add_argument("--mtp-only", action="store_true", help="train the MTP heads on a frozen trunk")
     parser.add_argument("--processes", type=int, default=1, help="data-parallel processes, each started with its --rank")
     parser.add_argument("--rank", type=int, default=0)
     args = parser.parse_args()
