@@ -1,7 +1,6 @@
 """The encoder: a server that turns media into embedding rows, and the towers it runs.
 
-Importing this package loads no torch; the gateway depends on that. The names below that need it are loaded when asked
-for.
+Importing this package loads no torch; the gateway depends on that. The names below are loaded when they are asked for.
 """
 
 from typing import TYPE_CHECKING

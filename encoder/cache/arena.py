@@ -148,5 +148,6 @@ def _create(path: Path, size_bytes: int) -> mmap.mmap:
             os.close(descriptor)
     except OSError as error:
         path.unlink(missing_ok=True)
-        needed = f"{size_bytes / 2**20:.0f} MiB of shared memory in {path.parent}"
-        raise ArenaUnavailable(f"cannot create the embedding arena: {needed} are needed ({error.strerror})") from error
+        needed = f"{size_bytes / 2**20:.0f} MiB of shared memory in {path.parent} ({error.strerror})"
+        remedy = "lower encoder.arena_bytes, or give the host or container more (docker run --shm-size)"
+        raise ArenaUnavailable(f"the embedding arena needs {needed}; {remedy}") from error
