@@ -22,7 +22,7 @@ TOTAL_STEP = 128
 class Codes:
     """A sound that is already tokenised, `[G, 4, Q]` int64."""
 
-    groups_GSQ: Tensor
+    groups_GSQ: Tensor  # noqa: N815
 
 
 @dataclass(slots=True)
@@ -104,15 +104,15 @@ class Batch:
     """Tokens of a step, grouped by length.
 
     `ids_T` int64; `groups` as (sequences, length); `rows_A` are the positions whose next token is an answer token
-    `targets_A`; `sample_A` names the sequence and `task_A` the task of each; `pixels` maps a grid to its patches and the
+    `targets_A`; `sample_A` names the sequence of each; `pixels` maps a grid to its patches and the
     positions of its units; `sounds` are code groups and positions.
     """
 
-    ids_T: Tensor
+    ids_T: Tensor  # noqa: N815
     groups: tuple[tuple[int, int], ...]
-    rows_A: Tensor
-    targets_A: Tensor
-    sample_A: Tensor
+    rows_A: Tensor  # noqa: N815
+    targets_A: Tensor  # noqa: N815
+    sample_A: Tensor  # noqa: N815
     tasks: tuple[str, ...]
     pixels: dict[tuple[int, int], tuple[Tensor, Tensor]]
     sounds: tuple[Tensor, Tensor] | None

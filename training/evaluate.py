@@ -2,9 +2,9 @@
 
     python -m training.evaluate --count 500
 
-Every held-out sample becomes a real file (PNG, H.264 in MP4, 16-bit WAV), goes through `preprocess`, the towers, the chat
-template and the text model, and counts as right when every answer token, the end included, is the most likely one: the
-answer that greedy decoding gives. The last lines are one score per task and the acceptance of each MTP head.
+Every held-out sample becomes a real file (PNG, H.264 in MP4, 16-bit WAV), goes through `preprocess`, the towers, the
+chat template and the text model, and counts as right when every answer token, the end included, is the most likely
+one: the answer that greedy decoding gives. The last lines are one score per task and the acceptance of each MTP head.
 """
 
 from __future__ import annotations
@@ -111,8 +111,9 @@ class Served:
         assert self.towers.audio_tokenizer is not None
         assert self.towers.audio_encoder is not None
         assert media.mel is not None
-        rows = self.towers.audio_encoder([self.towers.audio_tokenizer.encode(torch.from_numpy(media.mel.log_mel))])
-        return rows
+        codes = self.towers.audio_tokenizer.encode(torch.from_numpy(media.mel.log_mel))
+        sound_rows: Tensor = self.towers.audio_encoder([codes])
+        return sound_rows
 
     def prompt(self, messages: list[dict[str, Any]], files: list[tuple[Modality, bytes]], answer: str) -> Prompt:
         """Render, split at the media, tokenise every text piece alone, expand, and append the answer."""

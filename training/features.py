@@ -1,4 +1,4 @@
-"""Fast training-side front end: pixels to patches, samples to log-mel. `tests/training` compares it with `preprocess`."""
+"""Fast front end for training: pixels to patches, samples to log-mel. Tests compare it with `preprocess`."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ def main() -> None:
     table = "\n".join(f"| `{name}` | {question} | {answer} |" for name, question, answer in rows)
     (FOLDER / "README.md").write_text(
         "# Samples\n\n"
-        "Media to try the server with. `python -m training.make_samples` generated them; mimo-nano has not seen them while\n"
-        "it was trained. The answers are those of greedy decoding (`temperature` 0).\n\n"
+        "Media to try the server with. `python -m training.make_samples` generated them; mimo-nano has not seen\n"
+        "them while it was trained. The answers are those of greedy decoding (`temperature` 0).\n\n"
         f"| file | question | answer |\n|---|---|---|\n{table}\n"
     )
 

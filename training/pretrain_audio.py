@@ -149,7 +149,8 @@ def train_tokenizer(minutes: float) -> tuple[TokenizerNet, list[Tensor]]:
             right_first = (first_head(first).argmax(-1) == wanted)[wanted >= 0].float().mean()
             used = [int((count > 0.3).sum()) for count in books.counts]
             print(
-                f"{time.time() - started:.0f}s step {step} rebuilt {rebuilt:.3f} key {right:.3f} first {right_first:.3f} "
+                f"{time.time() - started:.0f}s step {step} rebuilt {rebuilt:.3f} key {right:.3f} "
+                f"first {right_first:.3f} "
                 f"used {used}",
                 flush=True,
             )

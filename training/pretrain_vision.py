@@ -1,4 +1,4 @@
-"""Warm-up of the vision tower alone: shape, colour and direction read from its mean output by a head that is thrown away.
+"""Warm-up of the vision tower alone: a head that is thrown away reads shape, colour and direction from its output.
 
 python -m training.pretrain_vision --minutes 12
 """

@@ -3,8 +3,8 @@
     python -m training.train --resume --minutes 75
 
 Every step mixes the tasks. The learning rate is flat, then falls to zero over the last third of the wall-clock budget.
-State lives in runs/nano.pt; `--resume` continues from it. Held-out exact match per task is printed as it goes: the share
-of samples whose every answer token is the most likely one, which is what greedy decoding gets right.
+State lives in runs/nano.pt; `--resume` continues from it. Held-out exact match per task is printed: the share of
+samples whose every answer token is the most likely one, which is what greedy decoding gets right.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from training.batch import Batch, Codes, Encoded, Encoder, collate
 from training.export import export
-from training.nets.text import Moe
 from training.nano import Nano, exact_matches, mtp_losses, task_losses
+from training.nets.text import Moe
 from training.optim import build_optimisers, set_rate
 from training.pretrain_audio import disturb
 from training.tasks import audio, image, text, video
@@ -226,8 +226,8 @@ class Trainer:
         if scores["text"] >= 0.65 and self.mixer.longest < MAX_SENTENCES:
             self.mixer.longest = min(MAX_SENTENCES, int(self.mixer.longest * 1.5) + 1)
         print(
-            f"[{time.strftime('%H:%M:%S')}] step {self.step} spent {self.spent_s / 60:.1f} min {seconds:.2f} s/step rate "
-            f"{self.rate():.2f} longest {self.mixer.longest} busiest expert {busiest:.2f} | "
+            f"[{time.strftime('%H:%M:%S')}] step {self.step} spent {self.spent_s / 60:.1f} min {seconds:.2f} s/step "
+            f"rate {self.rate():.2f} longest {self.mixer.longest} busiest expert {busiest:.2f} | "
             + " ".join(f"{task} {loss:.3f}" for task, loss in losses.items())
             + " | "
             + " ".join(f"{task} {score:.3f}" for task, score in scores.items()),
@@ -236,7 +236,7 @@ class Trainer:
         self.save()
 
     def run(self) -> None:
-        """Until the budget is spent. Time, and so the learning rate, moves at reports only: all processes agree on it."""
+        """Until the budget is spent. Time and learning rate move at reports only, where all processes agree."""
         self.net.train()
         sums: dict[str, float] = {}
         exported = time.time()
@@ -285,11 +285,12 @@ def main() -> None:
     parser.add_argument("--mtp-every", type=int, default=0, help="steps between MTP updates; 0 leaves the heads alone")
     parser.add_argument("--export-minutes", type=float, default=8, help="minutes between exported checkpoints")
     parser.add_argument("--mtp-only", action="store_true", help="train the MTP heads on a frozen trunk")
-    parser.add_argument("--processes", type=int, default=1, help="data-parallel processes, each started with its --rank")
+    parser.add_argument("--processes", type=int, default=1, help="data-parallel processes; start each one")
     parser.add_argument("--rank", type=int, default=0)
     args = parser.parse_args()
     if args.processes > 1:
-        dist.init_process_group("gloo", f"file://{(RUNS / 'meeting').resolve()}", rank=args.rank, world_size=args.processes)
+        meeting = f"file://{(RUNS / 'meeting').resolve()}"
+        dist.init_process_group("gloo", meeting, rank=args.rank, world_size=args.processes)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     random.seed(0)

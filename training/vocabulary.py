@@ -33,7 +33,7 @@ big high such follow act why ask men change went light kind off need house pictu
 world near build self earth father head stand own page should country found answer school grow study still learn plant
 cover food sun four between state keep eye never last let thought city tree cross farm hard start might story saw far
 sea draw left late run while press close night real life few north function parameter value type string integer object
-array required description tool call error true false null json list file system user assistant""".split()
+array required description tool call error true false null json list file system user assistant""".split()  # noqa: SIM905
 
 
 def corpus() -> Iterator[str]:

@@ -147,7 +147,7 @@ class Dense(nn.Module):
 
 
 class Moe(nn.Module):
-    """Sigmoid-gated experts; the correction bias takes part in the choice only and is moved by the load, not by gradient."""
+    """Sigmoid-gated experts; the correction bias takes part in the choice only and is moved by the load alone."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()

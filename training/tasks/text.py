@@ -6,7 +6,7 @@ import numpy as np
 
 from training.tasks.types import Sample, Turn, generator, pick, pick_system
 
-NAMES = tuple(
+NAMES = tuple(  # noqa: SIM905
     """amber anchor apple arrow autumn badger bamboo barley basil beacon birch bishop bottle branch bridge bronze butter
     cactus candle canyon carbon castle cedar cherry cinder circle clover cobalt comet copper coral cotton crystal dagger
     daisy desert diamond dragon eagle ember falcon feather fern flint forest fossil garden garnet ginger glacier granite
@@ -16,24 +16,73 @@ NAMES = tuple(
     saffron sage salmon sand sapphire shadow silver sparrow spruce stone storm summer sunset swan temple thistle thunder
     tiger topaz tulip tunnel turtle valley velvet violet walnut water willow winter wolf zephyr""".split()
 )
-SUBJECTS = tuple(
-    """the old sailor|a young baker|the quiet teacher|my neighbour|the tall farmer|a tired driver|the village doctor
-    |her brother|the night guard|a small child|the painter|the clockmaker|our guide|the librarian|a grey cat|the mayor""".replace(
-        "\n    ", ""
-    ).split("|")
+SUBJECTS = (
+    "the old sailor",
+    "a young baker",
+    "the quiet teacher",
+    "my neighbour",
+    "the tall farmer",
+    "a tired driver",
+    "the village doctor",
+    "her brother",
+    "the night guard",
+    "a small child",
+    "the painter",
+    "the clockmaker",
+    "our guide",
+    "the librarian",
+    "a grey cat",
+    "the mayor",
 )
-VERBS = tuple(
-    """walked past|looked at|forgot|repaired|painted|carried|talked about|found|sold|watched|cleaned|remembered|counted
-    |wrote about|waited near|left""".replace("\n    ", "").split("|")
+VERBS = (
+    "walked past",
+    "looked at",
+    "forgot",
+    "repaired",
+    "painted",
+    "carried",
+    "talked about",
+    "found",
+    "sold",
+    "watched",
+    "cleaned",
+    "remembered",
+    "counted",
+    "wrote about",
+    "waited near",
+    "left",
 )
-OBJECTS = tuple(
-    """the wooden door|a broken chair|the long road|an empty boat|the market square|a heavy box|the red roof|some letters
-    |the narrow street|a warm coat|the stone wall|an early train|the kitchen window|a bag of flour|the green hill
-    |two silver spoons""".replace("\n    ", "").split("|")
+OBJECTS = (
+    "the wooden door",
+    "a broken chair",
+    "the long road",
+    "an empty boat",
+    "the market square",
+    "a heavy box",
+    "the red roof",
+    "some letters",
+    "the narrow street",
+    "a warm coat",
+    "the stone wall",
+    "an early train",
+    "the kitchen window",
+    "a bag of flour",
+    "the green hill",
+    "two silver spoons",
 )
-ENDINGS = tuple(
-    """in the morning|before lunch|without a word|after the rain|near the river|on a cold day|for a long time|at noon
-    |during the winter|with great care|once again|late at night""".replace("\n    ", "").split("|")
+ENDINGS = (
+    "in the morning",
+    "before lunch",
+    "without a word",
+    "after the rain",
+    "near the river",
+    "on a cold day",
+    "for a long time",
+    "at noon",
+    "during the winter",
+    "with great care",
+    "once again",
+    "late at night",
 )
 SMALL_TALK = (
     ("hello", "Hello! How can I help you?"),

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 class Image:
     """A still picture, `[H, W, 3]` uint8 RGB."""
 
-    pixels_HWC: NDArray[np.uint8]
+    pixels_HWC: NDArray[np.uint8]  # noqa: N815
 
 
 @dataclass(frozen=True, slots=True)
 class Clip:
     """Sampled frames of a video, `[T, H, W, 3]` uint8 RGB, with the time of each frame in seconds, float32."""
 
-    frames_THWC: NDArray[np.uint8]
+    frames_THWC: NDArray[np.uint8]  # noqa: N815
     timestamps_s: NDArray[np.float32]
 
 
@@ -27,7 +27,7 @@ class Clip:
 class Sound:
     """Mono samples at 24 kHz, `[N]` float32 in -1..1."""
 
-    samples_N: NDArray[np.float32]
+    samples_N: NDArray[np.float32]  # noqa: N815
 
 
 Part = str | Image | Clip | Sound
