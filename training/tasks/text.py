@@ -6,16 +6,15 @@ import numpy as np
 
 from training.tasks.types import Sample, Turn, generator, pick, pick_system
 
-NAMES = tuple(  # noqa: SIM905
-    """amber anchor apple arrow autumn badger bamboo barley basil beacon birch bishop bottle branch bridge bronze butter
+NAME_LIST = """amber anchor apple arrow autumn badger bamboo barley basil beacon birch bishop bottle branch bridge bronze butter
     cactus candle canyon carbon castle cedar cherry cinder circle clover cobalt comet copper coral cotton crystal dagger
     daisy desert diamond dragon eagle ember falcon feather fern flint forest fossil garden garnet ginger glacier granite
     hammer harbor hazel heron hollow honey island ivory jade jasmine jungle juniper kettle lagoon lantern lemon lily
     linen lotus magnet maple marble meadow mint mirror moss needle nickel oak olive onyx orchid otter oyster paper pearl
     pepper piano pine planet poppy prairie quartz quill rabbit raven reed ribbon river robin rocket rose ruby saddle
     saffron sage salmon sand sapphire shadow silver sparrow spruce stone storm summer sunset swan temple thistle thunder
-    tiger topaz tulip tunnel turtle valley velvet violet walnut water willow winter wolf zephyr""".split()
-)
+    tiger topaz tulip tunnel turtle valley velvet violet walnut water willow winter wolf zephyr"""
+NAMES = tuple(NAME_LIST.split())
 SUBJECTS = (
     "the old sailor",
     "a young baker",
@@ -107,7 +106,8 @@ KEY_QUESTIONS = (
     "Tell me the key of {name}.",
     "Which key belongs to {name}?",
 )
-SYLLABLES = tuple("ba ko mi ru te sa lo ni fu da ve zo pi ga hu wa re to mu si".split())
+SYLLABLE_LIST = "ba ko mi ru te sa lo ni fu da ve zo pi ga hu wa re to mu si"
+SYLLABLES = tuple(SYLLABLE_LIST.split())
 
 
 def sentence(rng: np.random.Generator) -> str:
