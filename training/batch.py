@@ -11,18 +11,11 @@ from torch import Tensor
 
 from training import architecture
 from training.features import frames_to_patches
-from training.tasks.types import Clip, Image, Part, Sample
+from training.tasks.types import Clip, Codes, Image, Part, Sample
 from training.vocabulary import BUILTIN, DEFAULT_SYSTEM
 
 IDS = architecture.SPECIAL_IDS
 TOTAL_STEP = 128
-
-
-@dataclass(frozen=True, slots=True)
-class Codes:
-    """A sound that is already tokenised, `[G, 4, Q]` int64."""
-
-    groups_GSQ: Tensor  # noqa: N815
 
 
 @dataclass(slots=True)
@@ -70,7 +63,7 @@ class Encoder:
             pending = ""
         return out
 
-    def put_medium(self, out: Encoded, part: Part | Codes) -> None:
+    def put_medium(self, out: Encoded, part: Part) -> None:
         """Expand one picture, clip or sound."""
         if isinstance(part, Image):
             patches, (_, rows, columns) = frames_to_patches(np.stack([part.pixels_HWC] * 2), 262144)

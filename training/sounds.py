@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from training import architecture
-from training.batch import Codes
 from training.nets.audio import TokenizerNet
 from training.pretrain_audio import codes_of, to_groups
 from training.tasks import audio
-from training.tasks.types import HELD_OUT_SEED, Sample, Sound, Turn
+from training.tasks.types import HELD_OUT_SEED, Codes, Sample, Sound, Turn
 
 RUNS = Path("runs")
 POOL_SEED = 4

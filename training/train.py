@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from training.batch import Batch, Codes, Encoded, Encoder, collate
+from training.batch import Batch, Encoded, Encoder, collate
 from training.export import export
 from training.nano import Nano, exact_matches, mtp_losses, task_losses
 from training.nets.text import Moe
 from training.optim import build_optimisers, set_rate
 from training.pretrain_audio import disturb
 from training.tasks import audio, image, text, video
-from training.tasks.types import HELD_OUT_SEED, Part, Sample, Turn, pick
+from training.tasks.types import HELD_OUT_SEED, Codes, Part, Sample, Turn, pick
 
 RUNS = Path("runs")
 STATE = RUNS / "nano.pt"
@@ -62,10 +62,10 @@ class Mixer:
         groups = codes[place].long()
         groups = disturb(groups, self.books, noise) if noise else groups
         rng = np.random.default_rng((seed, index))
-        question: tuple[Part | Codes, ...] = (Codes(groups), pick(rng, audio.QUESTIONS))
+        question: tuple[Part, ...] = (Codes(groups), pick(rng, audio.QUESTIONS))
         if rng.random() < 0.4:
             question = question[::-1]
-        return dataclasses.replace(sample, turns=(Turn(question, sample.turns[0].answer),))  # type: ignore[arg-type]
+        return dataclasses.replace(sample, turns=(Turn(question, sample.turns[0].answer),))
 
     def recall_samples(self, seed: int, step: int, token_budget: int) -> list[Sample]:
         """Texts of one length, drawn between 1 and `longest` sentences on a log scale; short ones ask several times."""

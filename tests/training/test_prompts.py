@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from training.batch import Codes, Encoder, collate
+from training.batch import Encoder, collate
 from training.evaluate import TASKS, Served, as_messages, mp4_bytes
 from training.tasks import video
-from training.tasks.types import HELD_OUT_SEED, Clip, Image, Sample, Sound, Turn
+from training.tasks.types import HELD_OUT_SEED, Clip, Codes, Image, Sample, Sound, Turn
 
 SEED = HELD_OUT_SEED + 7
 

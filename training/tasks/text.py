@@ -6,7 +6,8 @@ import numpy as np
 
 from training.tasks.types import Sample, Turn, generator, pick, pick_system
 
-NAME_LIST = """amber anchor apple arrow autumn badger bamboo barley basil beacon birch bishop bottle branch bridge bronze butter
+NAME_LIST = """
+    amber anchor apple arrow autumn badger bamboo barley basil beacon birch bishop bottle branch bridge bronze butter
     cactus candle canyon carbon castle cedar cherry cinder circle clover cobalt comet copper coral cotton crystal dagger
     daisy desert diamond dragon eagle ember falcon feather fern flint forest fossil garden garnet ginger glacier granite
     hammer harbor hazel heron hollow honey island ivory jade jasmine jungle juniper kettle lagoon lantern lemon lily

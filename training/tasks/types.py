@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,14 @@ class Sound:
     samples_N: NDArray[np.float32]  # noqa: N815
 
 
-Part = str | Image | Clip | Sound
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """A sound that is already tokenised, `[G, 4, Q]` int64."""
+
+    groups_GSQ: Tensor  # noqa: N815
+
+
+Part = str | Image | Clip | Sound | Codes
 
 
 @dataclass(frozen=True, slots=True)
