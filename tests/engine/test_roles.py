@@ -109,9 +109,8 @@ def test_only_the_live_window_is_sent(pair: Pair) -> None:
     transfer = pair.decode.mailbox.inbox[-1].message
     assert isinstance(transfer, KvTransfer)
     assert (transfer.first_full_page, transfer.num_full_pages) == (0, 75)
-    # A window of 15 earlier tokens is 4 pages of 4, and one page for alignment.
-    assert transfer.num_window_pages == 5
-    assert transfer.first_window_page == 70
+    # What the next token reads: 15 earlier tokens, 4 pages of 4.
+    assert (transfer.first_window_page, transfer.num_window_pages) == (71, 4)
 
 
 def test_decode_uses_the_prefix_it_already_has(checkpoint: Checkpoint, pair: Pair) -> None:

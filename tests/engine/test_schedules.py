@@ -66,7 +66,7 @@ def check(
 
 
 @LIGHT
-@given(actions, st.sampled_from([4, 24, 64]), st.sampled_from([330_000, 400_000, 4 << 20]), st.booleans())
+@given(actions, st.sampled_from([4, 24, 64]), st.sampled_from([360_000, 400_000, 4 << 20]), st.booleans())
 def test_one_worker(
     make_bench: MakeBench,
     oracle: Oracle,
