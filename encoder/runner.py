@@ -66,6 +66,9 @@ class TowerRunner:
         self._device = torch.device(device)
         self._towers = towers
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tower")
+        if self._device.type == "cuda":
+            # Codes of sounds are an argmax: convolutions with shortened mantissas would choose others than the CPU.
+            torch.backends.cudnn.allow_tf32 = False
         num_threads_elsewhere = torch.get_num_threads()
         self._thread.submit(_use_threads, num_threads).result()
         # The setting also becomes the default of threads torch has not met yet: give those back what they had.

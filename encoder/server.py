@@ -12,6 +12,7 @@ function that sends the reply.
 """
 
 import asyncio
+import itertools
 import logging
 import time
 from collections import Counter
@@ -56,6 +57,8 @@ logger = logging.getLogger(__name__)
 
 Reply = Callable[[FromEncoder, Sequence[TensorFrame]], None]
 HOUSEKEEPING_PERIOD_S = 1.0
+# An idle server checks its books about twice a minute; it has nothing better to do.
+PERIODS_PER_CHECK = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,9 +383,11 @@ class EncoderServer:
             flight.task.cancel()
 
     async def _keep_house(self) -> None:
-        while True:
+        for period in itertools.count():
             await asyncio.sleep(HOUSEKEEPING_PERIOD_S)
             self._counters["leases_reclaimed"] += self._store.expire(self._clock())
+            if not self._flying and period % PERIODS_PER_CHECK == 0:
+                self._store.check()
 
 
 def _failure(request_id: str, error: EncoderError | MediaError) -> EncodeFailure:
