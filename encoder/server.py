@@ -57,8 +57,7 @@ logger = logging.getLogger(__name__)
 
 Reply = Callable[[FromEncoder, Sequence[TensorFrame]], None]
 HOUSEKEEPING_PERIOD_S = 1.0
-# An idle server checks its books about twice a minute; it has nothing better to do.
-PERIODS_PER_CHECK = 30
+PERIODS_PER_CHECK = 30  # an idle server checks its books
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
