@@ -125,11 +125,13 @@ class HandoffDesk:
         expected = self._expected.get(request_id)
         return None if expected is None else expected.peer
 
-    def drop_peer(self, peer: Peer, now_s: float) -> None:
-        """Forget everything a gateway announced; nobody is there to be told."""
-        for request_id in [key for key, expected in self._expected.items() if expected.peer == peer]:
+    def drop_peer(self, peer: Peer, now_s: float) -> int:
+        """Forget everything a gateway announced, and count it; nobody is there to be told."""
+        dropped = [request_id for request_id, expected in self._expected.items() if expected.peer == peer]
+        for request_id in dropped:
             del self._expected[request_id]
             self._close(request_id, now_s)
+        return len(dropped)
 
     def take_all(self, now_s: float) -> list[Expected]:
         """Forget every expectation, and return them: the worker is shutting down."""

@@ -13,7 +13,7 @@ from epd.engine.identity import WorkerIdentity
 from epd.engine.peers import PeerWatch
 from epd.engine.plan import Failure, HeldTransfer, StepPlan
 from epd.engine.runner import Runner
-from epd.engine.scheduler import Scheduler, page_table
+from epd.engine.scheduler import Scheduler
 from epd.engine.sequence import Sequence
 from epd.transport.base import Endpoint, Message, Peer, PeerUnreachable, Received
 from epd.types import (
@@ -90,6 +90,9 @@ class EngineLoop:
             try:
                 wait_s = self.step(wait_s)
             except Exception:
+                if self._dispatched is None and self._plan.is_empty:
+                    # Not about any request: the worker itself is broken, and its supervisor starts another.
+                    raise
                 logger.exception("a step failed; ending the requests it was about")
                 self._fail_step()
             if self._scheduler.is_draining and self._scheduler.is_idle:
@@ -132,8 +135,8 @@ class EngineLoop:
         now_s = self._clock.monotonic_s()
         while self._inbox:
             self._dispatched = self._inbox.popleft()
-            if self._dispatched.peer.address is None:
-                self._peers.heard(self._dispatched.peer, now_s)
+            is_gateway = isinstance(self._dispatched.message, Submit | ExpectKv | Hello)
+            self._peers.heard(self._dispatched.peer, now_s, is_new=is_gateway)
             self._dispatch(self._dispatched)
         self._dispatched = None
         for peer in self._peers.take_silent(now_s):
@@ -224,10 +227,10 @@ class EngineLoop:
             self._end(expected.peer, expected.request, failure)
 
     def _drop_peer(self, peer: Peer, why: str) -> None:
-        logger.warning("gateway %s %s; its requests are dropped", peer, why)
         self._peers.forget(peer)
-        self._scheduler.drop_peer(peer)
-        self._desk.drop_peer(peer, self._clock.monotonic_s())
+        num_dropped = self._scheduler.drop_peer(peer) + self._desk.drop_peer(peer, self._clock.monotonic_s())
+        level = logging.WARNING if num_dropped else logging.INFO
+        logger.log(level, "gateway %s %s; %d requests of it are dropped", peer, why, num_dropped)
 
     def _sequence(self, peer: Peer, request: GenerateRequest) -> Sequence:
         return Sequence(request=request, peer=peer, arrival_s=self._clock.monotonic_s())
@@ -242,7 +245,7 @@ class EngineLoop:
         """Send the prompt's KV to the decode worker; a Failure when it cannot be reached."""
         assert sequence.decode_address is not None
         held = self._mover.transfer(
-            page_table(sequence),
+            sequence.page_table(),
             request_id=sequence.request_id,
             incarnation=sequence.decode_incarnation or "",
             num_tokens=sequence.num_prompt,
@@ -268,7 +271,7 @@ class EngineLoop:
         try:
             self._endpoint.send(peer, message)
         except PeerUnreachable as error:
-            logger.warning("%s", error)
+            logger.info("%s", error)
             if peer.address is None:
                 self._drop_peer(peer, "cannot be reached")
 

@@ -1,4 +1,7 @@
-"""Which gateways are alive: a gateway that has requests here must say something every now and then."""
+"""Which gateways are alive: a gateway that has requests here must say something every now and then.
+
+Prefill workers send to decode workers, too, but owe them no sign of life; they are never entered.
+"""
 
 from epd.transport.base import Peer
 
@@ -10,8 +13,10 @@ class PeerWatch:
         self._timeout_s = timeout_s
         self._heard_s: dict[Peer, float] = {}
 
-    def heard(self, peer: Peer, now_s: float) -> None:
-        self._heard_s[peer] = now_s
+    def heard(self, peer: Peer, now_s: float, *, is_new: bool) -> None:
+        """A message came; `is_new` when it is one that only gateways send, which enters the peer."""
+        if is_new or peer in self._heard_s:
+            self._heard_s[peer] = now_s
 
     def forget(self, peer: Peer) -> None:
         self._heard_s.pop(peer, None)

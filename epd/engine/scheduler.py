@@ -20,7 +20,6 @@ from epd.engine.plan import (
     Failure,
     HeldTransfer,
     KvImport,
-    PageTable,
     SequenceStep,
     StepOutcome,
     StepPlan,
@@ -109,10 +108,12 @@ class Scheduler:
         if sequence is not None:
             self._roster.finish(sequence, FinishReason.CANCELLED)
 
-    def drop_peer(self, peer: Peer) -> None:
-        """Free everything of a gateway that is gone; nobody is there to be told."""
-        for sequence in [sequence for sequence in self._roster if sequence.peer == peer]:
+    def drop_peer(self, peer: Peer) -> int:
+        """Free everything of a gateway that is gone, and count it; nobody is there to be told."""
+        dropped = [sequence for sequence in self._roster if sequence.peer == peer]
+        for sequence in dropped:
             self._roster.release(sequence, keep=False)
+        return len(dropped)
 
     def drain(self) -> None:
         """Finish what runs; what has not started is handed back as retryable, and so is all that comes."""
@@ -152,8 +153,7 @@ class Scheduler:
             if num_planned == 0:
                 break
             budget -= num_planned
-        imports = self._plan_imports()
-        return StepPlan(tuple(steps.values()), imports)
+        return StepPlan(tuple(steps.values()), self._plan_imports())
 
     def _plan_step(self, sequence: Sequence, budget: int, steps: dict[str, SequenceStep]) -> int:
         """Add the sequence's next tokens to `steps`; returns how many, 0 if it has to wait for pages."""
@@ -167,7 +167,7 @@ class Scheduler:
             request_id=sequence.request_id,
             start=start,
             token_ids=tuple(sequence.token_ids[start:stop]),
-            pages=page_table(sequence),
+            pages=sequence.page_table(),
             media=tuple(sequence.media_slices(start, stop)),
             sample=sequence.sample_row() if stop == sequence.num_tokens else None,
         )
@@ -271,7 +271,7 @@ class Scheduler:
         sequence.pages = pages
         sequence.admitted_s = self._clock.monotonic_s()
         self._roster.running[sequence.request_id] = sequence
-        return KvImport(sequence.request_id, arrived.held, page_table(sequence), num_shared_pages)
+        return KvImport(sequence.request_id, arrived.held, sequence.page_table(), num_shared_pages)
 
     def _num_pages_to_come(self) -> int:
         """Full pages the running sequences still take for the tokens they have, and one or two each to go on with."""
@@ -398,9 +398,3 @@ _DRAINING = Failure(status=503, code="draining", message="this worker is shuttin
 def _cannot_fit(sequence: Sequence, error: NoPages) -> Failure:
     message = f"a sequence of {sequence.num_tokens} tokens does not fit this worker's KV memory: {error}"
     return Failure(status=503, code="kv_memory_exhausted", message=message)
-
-
-def page_table(sequence: Sequence) -> PageTable:
-    pages = sequence.pages
-    assert pages is not None
-    return PageTable(tuple(pages.full_pages), tuple(pages.window_pages), pages.window_start)

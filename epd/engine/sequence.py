@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from epd.cache.keys import MediaRun, PageKeyChain
 from epd.cache.sequence_pages import SequencePages
-from epd.engine.plan import MediaSlice
+from epd.engine.plan import MediaSlice, PageTable
 from epd.engine.sampler import SampleRow
 from epd.transport.base import Peer
 from epd.types import GenerateRequest, Usage
@@ -86,6 +86,12 @@ class Sequence:
 
     def sample_row(self) -> SampleRow:
         return SampleRow(self.request.sampling, self.output_index)
+
+    def page_table(self) -> PageTable:
+        """The pages as they are now; only of a running sequence."""
+        pages = self.pages
+        assert pages is not None
+        return PageTable(tuple(pages.full_pages), tuple(pages.window_pages), pages.window_start)
 
     def media_slices(self, start: int, stop: int) -> Iterator[MediaSlice]:
         """The parts of the media spans inside tokens `[start, stop)`, positions counted from `start`."""

@@ -1,13 +1,16 @@
 """Requests that cannot be served, and trouble that must stay with the request it belongs to."""
 
 import re
+import threading
+import time
 
 import pytest
 import torch
 
 from epd.engine.plan import StepPlan, StepResult
-from epd.transport.base import Peer
-from epd.types import Abort, FinishReason, Hello, MediaSpan, SamplingParams, Submit, WorkerInfo
+from epd.engine.sequence import Sequence
+from epd.transport.base import Peer, Received
+from epd.types import Abort, Finish, FinishReason, Hello, MediaSpan, SamplingParams, Submit, WorkerInfo
 from tests.engine.conftest import Bench, Checkpoint, MakeBench, make_request
 from tests.fakes.mailbox import GATEWAY
 from tests.oracles.plain_generate import plain_generate
@@ -245,3 +248,43 @@ def test_a_request_submitted_twice_runs_once(make_bench: MakeBench) -> None:
     bench.submit(make_request("a", PROMPT, ignore_eos=True))
     bench.run()
     assert len(bench.answers["a"]) == 8
+
+
+def test_trouble_that_is_about_no_request_ends_the_worker(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench()
+
+    def receive(timeout_s: float) -> list[Received]:
+        raise OSError("the socket is gone")
+
+    monkeypatch.setattr(bench.mailbox, "receive", receive)
+    with pytest.raises(OSError, match="the socket is gone"):
+        bench.engine.loop.run()
+
+
+def test_a_message_that_breaks_the_worker_ends_its_own_request(
+    checkpoint: Checkpoint, make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench()
+    scheduler = bench.engine.scheduler
+    submit = scheduler.submit
+
+    def submit_or_break(sequence: Sequence) -> None:
+        if sequence.request_id == "breaks":
+            raise RuntimeError("a mistake of ours")
+        submit(sequence)
+
+    monkeypatch.setattr(scheduler, "submit", submit_or_break)
+    bench.submit(make_request("breaks", PROMPT))
+    bench.submit(make_request("good", PROMPT, ignore_eos=True))
+    thread = threading.Thread(target=bench.engine.loop.run)
+    thread.start()
+    deadline = time.monotonic() + 30
+    while len([m for _, m in list(bench.mailbox.sent) if isinstance(m, Finish)]) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    bench.engine.loop.stop()
+    thread.join()
+    bench.collect()
+    assert bench.finishes["breaks"].code == "step_failed"
+    assert bench.answers["good"] == truth(checkpoint, PROMPT)
