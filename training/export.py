@@ -32,6 +32,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> int:
     kept = {name: stored(name, tensor) for name, tensor in tensors.items()}
     temporary = path.with_suffix(".partial")
     save_file(kept, temporary, metadata={"format": "pt"})
+    temporary.chmod(0o644)
     temporary.replace(path)
     return sum(tensor.numel() for tensor in kept.values())
 
