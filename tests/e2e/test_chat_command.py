@@ -1,0 +1,49 @@
+"""`mimo chat` in a terminal: one question on a pipeline of its own, and on a running server."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.e2e.service import ROOT, Service
+
+pytestmark = pytest.mark.e2e
+
+
+def chat(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cli", "chat", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, input=stdin, capture_output=True, text=True, check=False, timeout=200
+    )
+
+
+def test_one_question_without_a_server() -> None:
+    done = chat("--image", "samples/picture.png", "What is in the picture?")
+    assert (done.returncode, done.stdout) == (0, "a red circle\n"), done.stderr
+
+
+def test_one_question_to_a_server(epd: Service) -> None:
+    done = chat("--url", epd.url, "--video", "samples/clip.mp4", "Which way does it move?")
+    assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
+
+
+def test_a_conversation_reads_questions_until_the_end_of_input(epd: Service) -> None:
+    done = chat("--url", epd.url, "--audio", "samples/tones.wav", stdin="Which keys were pressed?\nhello\n")
+    assert done.returncode == 0, done.stderr
+    assert "7 1 4 6 9 2" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "word"),
+    [
+        (("--url", "http://127.0.0.1:1", "hello"), 1, "127.0.0.1:1"),
+        (("--image", "missing.png", "hello"), 2, "missing.png"),
+    ],
+)
+def test_failures_are_one_line(arguments: tuple[str, ...], code: int, word: str) -> None:
+    done = chat(*arguments)
+    assert done.returncode == code
+    assert word in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,167 @@
+"""`mimo encode` writes, bit for bit, what the encoder server returns for the same files."""
+
+import asyncio
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+from safetensors import safe_open
+
+from cli.load import BUILTIN_MODELS
+from cli.stage import EncoderStage, write_settings
+from encoder.client import ArenaReader, EncoderClient
+from encoder.config import EncoderConfig
+from preprocess.config import ProcessorConfig
+from preprocess.keys import media_key
+from preprocess.types import MediaOptions, Modality
+from tests.e2e.service import ROOT, SAMPLES
+
+pytestmark = pytest.mark.e2e
+
+MODEL_DIR = BUILTIN_MODELS["mimo-nano"]
+
+
+def mimo(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "cli", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def media_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory as a user has one: pictures of several kinds and sizes, a clip, a sound, and something else."""
+    directory: Path = tmp_path_factory.mktemp("media")
+    for i, (width, height) in enumerate([(96, 96), (300, 40), (33, 257), (640, 480), (5, 3)]):
+        picture = Image.new("RGB", (width, height), (40 * i, 255 - 30 * i, 90))
+        ImageDraw.Draw(picture).ellipse((1, 1, width - 1, height - 1), fill=(200, 20 * i, 10))
+        picture.save(directory / f"picture {i}.{'png' if i % 2 else 'jpg'}")
+    (directory / "nested").mkdir()
+    for name in ("clip.mp4", "tones.wav", "picture.png"):
+        (directory / "nested" / name).write_bytes((SAMPLES / name).read_bytes())
+    (directory / "notes.txt").write_text("not a medium")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def encoded(media_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("out") / "media.safetensors"
+    done = mimo("encode", str(media_dir), "--out", str(out), cwd=media_dir)
+    assert done.returncode == 0, done.stderr
+    assert "8 of 8 files" in done.stderr
+    return out
+
+
+def read(path: Path) -> tuple[dict[str, NDArray[np.float32]], dict[str, str]]:
+    with safe_open(str(path), framework="numpy") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+
+
+async def ask_server(
+    address: str, files: dict[str, tuple[Modality, bytes]]
+) -> dict[str, tuple[str, NDArray[np.float32]]]:
+    """All files at once, so that the server batches as it likes."""
+    processor = ProcessorConfig.from_hf(json.loads((MODEL_DIR / "config.json").read_text()))
+    async with EncoderClient.connect([address]) as client:
+        info = await client.info()
+        reader = ArenaReader()
+
+        async def one(modality: Modality, content: bytes) -> tuple[str, NDArray[np.float32]]:
+            options = MediaOptions()
+            key = media_key(
+                content,
+                modality=modality,
+                options=options,
+                processor=processor,
+                tower_fingerprint=info.fingerprint,
+            )
+            reply = await client.encode(content, modality, options, key, time.time() + 120)
+            rows = reader.array(reply.ref).copy()
+            client.release(reply.ref)
+            return reply.key, rows
+
+        answers = await asyncio.gather(*(one(modality, content) for modality, content in files.values()))
+    return dict(zip(files, answers, strict=True))
+
+
+def test_file_equals_server(encoded: Path, tmp_path: Path) -> None:
+    tensors, metadata = read(encoded)
+    entries = {name: json.loads(metadata[name]) for name in tensors}
+    stage = EncoderStage(
+        config=EncoderConfig(),
+        model_dir=MODEL_DIR,
+        name="encoder-0",
+        address=f"ipc://{tmp_path}/encoder-0",
+        arena=f"mimo-test-{os.getpid()}",
+    )
+    write_settings(stage, tmp_path / "encoder.json")
+    command = [sys.executable, "-m", "cli.stage", "encoder", "--name", stage.name, "--parent", str(os.getpid())]
+    with subprocess.Popen([*command, "--settings", str(tmp_path / "encoder.json")], cwd=ROOT) as process:
+        try:
+            files = {name: (Modality(entry["modality"]), Path(name).read_bytes()) for name, entry in entries.items()}
+            served = asyncio.run(ask_server(stage.address, files))
+        finally:
+            process.terminate()
+    assert process.returncode == 0
+    assert len(tensors) == 8
+    for name, rows in tensors.items():
+        key, expected = served[name]
+        assert entries[name]["key"] == key
+        assert rows.tobytes() == expected.tobytes(), name
+
+
+def test_metadata_describes_each_tensor(encoded: Path) -> None:
+    tensors, metadata = read(encoded)
+    assert metadata["model"] == "mimo-nano"
+    for name, rows in tensors.items():
+        entry = json.loads(metadata[name])
+        assert [entry["rows"], entry["width"]] == list(rows.shape)
+        if entry["modality"] != "audio":
+            t, h, w = entry["grid_thw"]
+            assert entry["rows"] == t * h * w // 4 + entry["num_audio_rows"]
+        if entry["modality"] == "video":
+            assert len(entry["timestamps_s"]) == t
+    # The same bytes under two names are one medium.
+    keys = [json.loads(metadata[name])["key"] for name in tensors]
+    assert len(set(keys)) == len(keys)
+
+
+def test_one_bad_file_costs_only_itself(media_dir: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.png"
+    bad.write_bytes(b"this is not a picture")
+    good = tmp_path / "good.png"
+    buffer = io.BytesIO()
+    Image.new("RGB", (96, 96), "blue").save(buffer, "PNG")
+    good.write_bytes(buffer.getvalue())
+    done = mimo("encode", str(bad), str(good), "--json", cwd=tmp_path)
+    assert done.returncode == 1
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {Path(line["file"]).name: "error" in line for line in lines} == {"good.png": False, "bad.png": True}
+    tensors, _ = read(tmp_path / "embeddings.safetensors")
+    assert list(tensors) == [str(good)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["missing.png"], "missing.png"),
+        (["."], "no image, video or audio"),
+        (["x.png", "--model", "nothing"], "nothing"),
+        (["x.png", "--out", "no/such/dir/x.safetensors"], "no/such/dir"),
+        (["x.png", "--fps", "-1"], "fps"),
+    ],
+)
+def test_wrong_usage_is_told_with_exit_code_2(tmp_path: Path, arguments: list[str], word: str) -> None:
+    if "x.png" in arguments:
+        (tmp_path / "x.png").write_bytes(b"x")
+    done = mimo("encode", *arguments, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert word in done.stderr
+    assert "Traceback" not in done.stderr
