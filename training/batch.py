@@ -23,9 +23,10 @@ class Encoded:
     """One conversation: ids, which of them are answer tokens, and its media with the positions they fill."""
 
     task: str
+    labels: tuple[int, ...] = ()
     ids: list[int] = field(default_factory=list)
     wanted: list[bool] = field(default_factory=list)
-    pixels: list[tuple[Tensor, int, int, list[int]]] = field(default_factory=list)
+    pixels: list[tuple[Tensor, int, int, list[int], tuple[int, ...]]] = field(default_factory=list)
     sounds: list[tuple[Tensor, list[int]]] = field(default_factory=list)
 
     def put(self, ids: list[int], wanted: bool = False) -> list[int]:
@@ -47,7 +48,7 @@ class Encoder:
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids) if text else []
 
     def __call__(self, sample: Sample) -> Encoded:
-        out = Encoded(sample.task)
+        out = Encoded(sample.task, labels=sample.labels)
         pending = f"<|im_start|>system\n{DEFAULT_SYSTEM if sample.system is None else sample.system}<|im_end|>"
         for turn in sample.turns:
             pending += "<|im_start|>user\n"
@@ -88,7 +89,7 @@ class Encoder:
         """One slice between its vision delimiters."""
         out.put([IDS["<|vision_start|>"]])
         places = out.put([pad] * (rows * columns // 4))
-        out.pixels.append((patches, rows, columns, places))
+        out.pixels.append((patches, rows, columns, places, (*out.labels, -1)[:3]))
         out.put([IDS["<|vision_end|>"]])
 
 
@@ -107,7 +108,7 @@ class Batch:
     targets_A: Tensor  # noqa: N815
     sample_A: Tensor  # noqa: N815
     tasks: tuple[str, ...]
-    pixels: dict[tuple[int, int], tuple[Tensor, Tensor]]
+    pixels: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]]
     sounds: tuple[Tensor, Tensor] | None
     spans: tuple[tuple[int, int], ...]
 
@@ -126,7 +127,7 @@ def collate(samples: list[Encoded]) -> Batch:
     owners: list[int] = []
     spans: list[tuple[int, int]] = []
     groups: dict[int, int] = {}
-    pixels: dict[tuple[int, int], tuple[list[Tensor], list[int]]] = {}
+    pixels: dict[tuple[int, int], tuple[list[Tensor], list[int], list[tuple[int, ...]]]] = {}
     sounds: tuple[list[Tensor], list[int]] = ([], [])
     for number, sample in enumerate(ordered):
         start, length = len(ids), padded(sample)
@@ -138,8 +139,9 @@ def collate(samples: list[Encoded]) -> Batch:
                 rows.append(start + place - 1)
                 targets.append(sample.ids[place])
                 owners.append(number)
-        for patches, height, width, places in sample.pixels:
-            tensors, where = pixels.setdefault((height, width), ([], []))
+        for patches, height, width, places, labels in sample.pixels:
+            tensors, where, known = pixels.setdefault((height, width), ([], [], []))
+            known.append(labels)
             tensors.append(patches)
             where.extend(start + place for place in places)
         for codes, places in sample.sounds:
@@ -156,7 +158,10 @@ def collate(samples: list[Encoded]) -> Batch:
         torch.tensor(targets),
         torch.tensor(owners),
         tuple(sample.task for sample in ordered),
-        {grid: (torch.cat(tensors), torch.tensor(where)) for grid, (tensors, where) in pixels.items()},
+        {
+            grid: (torch.cat(tensors), torch.tensor(where), torch.tensor(known))
+            for grid, (tensors, where, known) in pixels.items()
+        },
         (torch.cat(sounds[0]), torch.tensor(sounds[1])) if sounds[0] else None,
         tuple(spans),
     )

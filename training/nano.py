@@ -11,6 +11,7 @@ from training.batch import Batch
 from training.nets.audio import AudioNet
 from training.nets.text import TextNet
 from training.nets.vision import VisionNet
+from training.pretrain_vision import Probe, loss_and_hits
 
 
 class Nano(nn.Module):
@@ -21,21 +22,27 @@ class Nano(nn.Module):
         self.text = TextNet(architecture.TEXT, architecture.NUM_MTP_LAYERS)
         self.vision = VisionNet(architecture.VISION)
         self.audio = AudioNet(architecture.AUDIO)
+        self.probe = Probe(architecture.HIDDEN)
 
-    def embed(self, batch: Batch) -> Tensor:
-        """Token embeddings with the towers' rows in their places, `[T, D]` float32."""
+    def embed(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Token embeddings with the towers' rows in their places, `[T, D]` float32, and the vision probe's loss."""
         hidden_TD = self.text.embed(batch.ids_T)
-        for (rows, columns), (patches, places) in batch.pixels.items():
-            hidden_TD = hidden_TD.index_copy(0, places, self.vision(patches, rows, columns).flatten(0, 1))
+        logits, labels = [], []
+        for (rows, columns), (patches, places, labels_S3) in batch.pixels.items():
+            units_SUD = self.vision(patches, rows, columns)
+            hidden_TD = hidden_TD.index_copy(0, places, units_SUD.flatten(0, 1))
+            logits.append(self.probe(units_SUD))
+            labels.append(labels_S3)
         if batch.sounds is not None:
             hidden_TD = hidden_TD.index_copy(0, batch.sounds[1], self.audio(batch.sounds[0]))
-        return hidden_TD
+        probe_loss = loss_and_hits(torch.cat(logits), torch.cat(labels))[0] if logits else torch.zeros(())
+        return hidden_TD, probe_loss
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Embedded input, trunk states after the final norm, and logits of the answer rows."""
-        hidden_TD = self.embed(batch)
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Embedded input, trunk states after the final norm, logits of the answer rows, and the probe's loss."""
+        hidden_TD, probe_loss = self.embed(batch)
         states_TD = self.text(hidden_TD, batch.groups)
-        return hidden_TD, states_TD, self.text.lm_head(states_TD[batch.rows_A]).float()
+        return hidden_TD, states_TD, self.text.lm_head(states_TD[batch.rows_A]).float(), probe_loss
 
 
 def task_losses(batch: Batch, logits_AV: Tensor) -> dict[str, Tensor]:

@@ -59,10 +59,11 @@ def build_optimisers(
 ) -> list[torch.optim.Optimizer]:
     """The two optimisers of a network; each group remembers its peak rate under `peak`."""
     matrices, rest = split_parameters(module, plain)
-    optimisers: list[torch.optim.Optimizer] = [
-        Muon(matrices, lr=muon_lr, weight_decay=0.02),
-        torch.optim.AdamW(rest, lr=adam_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
-    ]
+    optimisers: list[torch.optim.Optimizer] = []
+    if matrices:
+        optimisers.append(Muon(matrices, lr=muon_lr, weight_decay=0.02))
+    if rest:
+        optimisers.append(torch.optim.AdamW(rest, lr=adam_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True))
     for optimiser in optimisers:
         for group in optimiser.param_groups:
             group["peak"] = group["lr"]

@@ -49,16 +49,22 @@ def main() -> None:
     """Write runs/sounds.pt: group codes of training and held-out clips, in index order."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=int, default=10000)
+    parser.add_argument("--few", type=int, default=5000, help="clips that keep to three different keys")
     parser.add_argument("--held-out", type=int, default=200)
     parser.add_argument("--name", default="sounds.pt")
     args = parser.parse_args()
     torch.set_num_threads(1)
     net, books = load_tokenizer()
     pools: dict[str, list[Tensor]] = {}
-    for name, seed, count in (("held_out", HELD_OUT_SEED, args.held_out), ("train", POOL_SEED, args.count)):
+    wanted = (
+        ("held_out", HELD_OUT_SEED, args.held_out),
+        ("train", POOL_SEED, args.count),
+        ("few", POOL_SEED, args.few),
+    )
+    for name, seed, count in wanted:
         pools[name] = []
         for index in range(count):
-            sample = tokenise(net, books, audio.sample(seed, index))
+            sample = tokenise(net, books, audio.sample(seed, index, name == "few"))
             (codes,) = (part for part in sample.turns[0].question if isinstance(part, Codes))
             pools[name].append(codes.groups_GSQ.to(torch.uint8))
             if len(pools[name]) % 1000 == 0:

@@ -27,6 +27,7 @@ from training.nano import Nano, exact_matches, mtp_losses, task_losses
 from training.nets.text import Moe
 from training.optim import build_optimisers, set_rate
 from training.pretrain_audio import disturb
+from training.sounds import POOL_SEED
 from training.tasks import audio, image, text, video
 from training.tasks.types import HELD_OUT_SEED, Codes, Part, Sample, Turn, pick
 
@@ -44,7 +45,7 @@ class Mixer:
         self.encode = Encoder()
         self.books = books
         self.longest = 4
-        self.shares = {"image": 6, "video": 3, "audio": 6, "text": 450, "repeat": 6, "count": 1, "small_talk": 1}
+        self.shares = {"image": 9, "video": 3, "audio": 8, "text": 400, "repeat": 4, "count": 1, "small_talk": 1}
         self.pools: dict[str, list[Tensor]] = {}
 
     @property
@@ -56,9 +57,10 @@ class Mixer:
         """An audio sample from the pool of tokenised clips, with a fresh question."""
         if not self.pools:
             self.pools = torch.load(RUNS / "sounds.pt", weights_only=True)
-        codes = self.pools[pool]
-        place = index % len(codes)
-        sample = audio.sample(4 if pool == "train" else HELD_OUT_SEED, place)
+        few = pool == "train" and index % 2 == 1 and "few" in self.pools
+        codes = self.pools["few" if few else pool]
+        place = index // 2 % len(codes)
+        sample = audio.sample(HELD_OUT_SEED if pool == "held_out" else POOL_SEED, place, few)
         groups = codes[place].long()
         groups = disturb(groups, self.books, noise) if noise else groups
         rng = np.random.default_rng((seed, index))
@@ -123,7 +125,7 @@ def evaluate(net: Nano, samples: list[Encoded], chunk: int = 64) -> dict[str, fl
     for start in range(0, len(samples), chunk):
         batch = collate(samples[start : start + chunk])
         with torch.autocast("cpu", torch.bfloat16):
-            _, _, logits = net(batch)
+            _, _, logits, _ = net(batch)
         for task, (right, total) in exact_matches(batch, logits).items():
             before = totals.get(task, (0, 0))
             totals[task] = before[0] + right, before[1] + total
@@ -144,20 +146,25 @@ class Trainer:
         self.optimisers = build_optimisers(self.net.text, args.lr, args.lr * 0.7, plain) + build_optimisers(
             towers, args.lr * 0.4, args.lr * 0.3, plain
         )
+        self.optimisers += build_optimisers(self.net.probe, args.lr, args.lr * 0.4, plain)
         self.step, self.spent_s = 0, 0.0
         if args.resume and STATE.exists():
             self.restore()
         self.mixer.shares |= dict.fromkeys(args.leave_out, 0)
         if "vision" in args.load_towers:
-            self.net.vision.load_state_dict(torch.load(RUNS / "vision.pt", weights_only=True)["net"])
+            vision_state = torch.load(RUNS / "vision.pt", weights_only=True)
+            self.net.vision.load_state_dict(vision_state["net"])
+            self.net.probe.load_state_dict(vision_state["probe"])
         if "audio" in args.load_towers:
             self.net.audio.load_state_dict(audio_state["encoder"])
 
     def restore(self) -> None:
         """Continue from runs/nano.pt."""
         state: dict[str, Any] = torch.load(STATE, weights_only=True)
-        self.net.load_state_dict(state["net"])
-        for optimiser, kept in zip(self.optimisers, state["optimisers"], strict=True):
+        missing, _ = self.net.load_state_dict(state["net"], strict=False)
+        if missing:
+            self.net.probe.load_state_dict(torch.load(RUNS / "vision.pt", weights_only=True)["probe"])
+        for optimiser, kept in zip(self.optimisers, state["optimisers"], strict=False):
             peaks = [group["peak"] for group in optimiser.param_groups]
             optimiser.load_state_dict(kept)
             for group, peak in zip(optimiser.param_groups, peaks, strict=True):
@@ -186,9 +193,10 @@ class Trainer:
         batch = self.mixer.draw(self.step * self.args.processes + self.args.rank)
         with torch.autocast("cpu", torch.bfloat16):
             with torch.set_grad_enabled(not self.args.mtp_only):
-                hidden_TD, states_TD, logits_AV = self.net(batch)
+                hidden_TD, states_TD, logits_AV, probe_loss = self.net(batch)
                 losses = task_losses(batch, logits_AV)
-            total = torch.stack([WEIGHTS[task] * loss for task, loss in losses.items()]).sum()
+            total = torch.stack([WEIGHTS[task] * loss for task, loss in losses.items()]).sum() + 0.3 * probe_loss
+            losses["probe"] = probe_loss
             if self.args.mtp_only or (self.args.mtp_every and self.step % self.args.mtp_every == 0):
                 drafts = mtp_losses(self.net, batch, hidden_TD, states_TD)
                 total = torch.stack([total, *(loss for loss, _ in drafts)]).sum()

@@ -63,19 +63,19 @@ def render(rng: np.random.Generator, keys: str) -> tuple[NDArray[np.float32], tu
     return np.clip(samples, -1, 1).astype(np.float32), tuple(ranges)
 
 
-def draw_keys(rng: np.random.Generator) -> str:
-    """Three to six keys; every third sequence repeats a key somewhere."""
-    keys = [pick(rng, tuple(KEYS)) for _ in range(int(rng.integers(3, 7)))]
+def draw_keys(rng: np.random.Generator, alphabet: str) -> str:
+    """Three to six keys; one sequence in five repeats a key on purpose."""
+    keys = [pick(rng, tuple(alphabet)) for _ in range(int(rng.integers(3, 7)))]
     if rng.random() < 0.2:
         place = int(rng.integers(len(keys) - 1))
         keys[place + 1] = keys[place]
     return "".join(keys)
 
 
-def sample(seed: int, index: int) -> Sample:
-    """One question about one sound."""
-    rng = generator("audio", seed, index)
-    keys = draw_keys(rng)
+def sample(seed: int, index: int, few: bool = False) -> Sample:
+    """One question about one sound; `few` keeps to three different keys, so that many are heard twice and more."""
+    rng = generator("audio few" if few else "audio", seed, index)
+    keys = draw_keys(rng, "".join(rng.choice(list(KEYS), 3, replace=False)) if few else KEYS)
     samples, ranges = render(rng, keys)
     question = pick(rng, QUESTIONS)
     sound = Sound(samples)
