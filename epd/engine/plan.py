@@ -33,7 +33,10 @@ class PageTable:
 
 @dataclass(frozen=True, slots=True)
 class SequenceStep:
-    """Compute tokens `[start, start + len(token_ids))`; sample after the last one unless `sample` is None."""
+    """Compute tokens `[start, start + len(token_ids))`; sample after the last one unless `sample` is None.
+
+    `heals`: only windows are written, the full pages hold these tokens already (see healing.py).
+    """
 
     request_id: str
     start: int
@@ -41,6 +44,7 @@ class SequenceStep:
     pages: PageTable
     media: tuple[MediaSlice, ...] = ()
     sample: SampleRow | None = None
+    heals: bool = False
 
     @property
     def stop(self) -> int:

@@ -33,6 +33,7 @@ class Counters:
     steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    healed_tokens: int = 0
     generated_tokens: int = 0
     batched_sequences: int = 0
     largest_batch: int = 0
@@ -106,6 +107,14 @@ class Roster:
             timings=sequence.timings(self._clock.monotonic_s()),
         )
         self.reply(sequence.peer, finish)
+
+    def expire(self) -> None:
+        """End what is past its deadline, wherever it is."""
+        now_unix_s = self._clock.unix_s()
+        for sequence in [sequence for sequence in self if sequence.request.deadline_unix_s <= now_unix_s]:
+            late_s = now_unix_s - sequence.request.deadline_unix_s
+            message = f"the deadline passed {late_s:.2f} s ago, after {sequence.num_generated} new tokens"
+            self.fail(sequence, Failure(status=504, code="deadline_exceeded", message=message))
 
     def release(self, sequence: Sequence, *, keep: bool) -> None:
         """Take the sequence out of everything. `keep` leaves its end in the tree for the next turn to resume from."""

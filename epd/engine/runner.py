@@ -98,6 +98,7 @@ class Runner:
             full_pages=self._index(step.pages.full_pages),
             window_pages=self._index(step.pages.window_pages),
             window_start_page=step.pages.window_start,
+            write_full=not step.heals,
         )
 
     def _index(self, values: Sequence[int]) -> Tensor:

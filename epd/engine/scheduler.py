@@ -16,6 +16,7 @@ from epd.cache.keys import PageKeyChain
 from epd.cache.prefix import PrefixCache
 from epd.engine.admission import Limits, refusal
 from epd.engine.clock import Clock
+from epd.engine.healing import Resume, lease, resume
 from epd.engine.plan import (
     Failure,
     HeldTransfer,
@@ -44,6 +45,7 @@ class SchedulerConfig:
     key_seed: bytes
     chunk_tokens: int
     max_running: int
+    heal_tokens: int
 
 
 class Scheduler:
@@ -137,7 +139,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """The next step. Leases and reserves pages; no sequence advances before `commit`."""
-        self._expire()
+        self._roster.expire()
         steps: dict[str, SequenceStep] = {}
         decoding = [sequence for sequence in self._roster.running.values() if sequence.is_decoding]
         prefilling = [sequence for sequence in self._roster.running.values() if not sequence.is_decoding]
@@ -170,14 +172,16 @@ class Scheduler:
             pages=sequence.page_table(),
             media=tuple(sequence.media_slices(start, stop)),
             sample=sequence.sample_row() if stop == sequence.num_tokens else None,
+            heals=sequence.is_healing,
         )
         return stop - start
 
     def _chunk_stop(self, sequence: Sequence, budget: int) -> int:
         """End of the next chunk: a page boundary, where a prefix can be shared, or the end of the tokens."""
-        stop = sequence.num_computed + min(budget, sequence.num_remaining)
+        end = sequence.heal_stop if sequence.is_healing else sequence.num_tokens
+        stop = min(sequence.num_computed + budget, end)
         aligned = stop // self._config.page_size * self._config.page_size
-        return stop if stop == sequence.num_tokens or aligned <= sequence.num_computed else aligned
+        return stop if stop == end or aligned <= sequence.num_computed else aligned
 
     def _make_room(self, sequence: Sequence, stop: int, steps: dict[str, SequenceStep]) -> int | None:
         """Extend the sequence's pages to `stop` or, if pages are short, to less; None if no token fits now."""
@@ -207,7 +211,7 @@ class Scheduler:
         del self._roster.running[victim.request_id]
         victim.pages.finish()
         victim.pages = None
-        victim.num_computed = 0
+        victim.num_computed = victim.heal_stop = 0
         victim.num_retractions += 1
         self.counters.retractions += 1
         self._roster.waiting.put(victim, self._num_compute(victim))
@@ -220,18 +224,15 @@ class Scheduler:
         sequence = self._roster.waiting.first()
         if sequence is None:
             return None
-        keys, num_tokens = sequence.chain.keys, sequence.num_tokens
-        hit = self._cache.match(keys, num_tokens)
-        needed_full = -(-(num_tokens + 1) // self._config.page_size) - hit.num_tokens // self._config.page_size
-        needed_full += self._num_pages_to_come()
-        chunk = min(num_tokens - hit.num_tokens, self._config.page_size)
+        page_size, resumed = self._config.page_size, self._resume(sequence)
+        needed_full = -(-(sequence.num_tokens + 1 - resumed.heal_stop) // page_size) + self._num_pages_to_come()
+        needed_window = (resumed.heal_stop - resumed.start) // page_size + 1
         if self._roster.running and not self._cache.fits(
-            needed_full, -(-chunk // self._config.page_size), keys=keys, num_tokens=num_tokens
+            needed_full, needed_window, keys=sequence.chain.keys, num_tokens=sequence.num_tokens
         ):
             return None
         self._roster.waiting.remove(sequence.request_id)
-        sequence.pages = self._cache.begin(keys, num_tokens, max_cached_tokens=hit.num_tokens)
-        sequence.num_computed = sequence.pages.num_cached_tokens
+        lease(self._cache, sequence, resumed)
         if sequence.admitted_s is None:
             sequence.admitted_s = self._clock.monotonic_s()
             sequence.num_cached_tokens = sequence.num_computed
@@ -241,11 +242,9 @@ class Scheduler:
 
     def _plan_imports(self) -> tuple[KvImport, ...]:
         """Move arrived transfers to the device while there are places and pages. Retracted sequences go first."""
-        imports = []
-        while (
-            self._roster.arrived and not self._roster.waiting and len(self._roster.running) < self._config.max_running
-        ):
-            planned = self._plan_import(self._roster.arrived[0])
+        imports, roster = [], self._roster
+        while roster.arrived and not roster.waiting and len(roster.running) < self._config.max_running:
+            planned = self._plan_import(roster.arrived[0])
             if planned is None:
                 break
             imports.append(planned)
@@ -282,21 +281,13 @@ class Scheduler:
             to_come += max(1, sequence.num_tokens // page_size + 2 - len(sequence.pages.full_pages))
         return to_come
 
-    def _expire(self) -> None:
-        now_unix_s = self._clock.unix_s()
-        for sequence in [s for s in self._roster if s.request.deadline_unix_s <= now_unix_s]:
-            late_s = now_unix_s - sequence.request.deadline_unix_s
-            message = f"the deadline passed {late_s:.2f} s ago, after {sequence.num_generated} new tokens"
-            self._roster.fail(sequence, Failure(status=504, code="deadline_exceeded", message=message))
-
     # -- committing -----------------------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
         """Advance the plan's sequences by what was computed."""
-        counters = self.counters
-        counters.steps += 1
-        counters.batched_sequences += len(plan.steps)
-        counters.largest_batch = max(counters.largest_batch, len(plan.steps))
+        self.counters.steps += 1
+        self.counters.batched_sequences += len(plan.steps)
+        self.counters.largest_batch = max(self.counters.largest_batch, len(plan.steps))
         for planned in plan.imports:
             self._commit_import(planned)
         for step, outcome in zip(plan.steps, result.outcomes, strict=True):
@@ -320,10 +311,17 @@ class Scheduler:
                 # Earlier chunks of the same prompt are in the tree already; nobody may build on them.
                 self._cache.clear()
             return
-        if not sequence.is_decoding:
+        sequence.num_computed = step.stop
+        if step.heals:
+            sequence.num_healed_tokens += step.stop - step.start
+            self.counters.healed_tokens += step.stop - step.start
+            if sequence.is_healing:
+                return
+            # Windows further back are not exact in every layer; nobody may find them.
+            sequence.pages.extend(step.stop, window_start=self._cache.window_frontier(step.stop))
+        elif step.stop < sequence.num_tokens or sequence.num_generated == 0:
             self.counters.prompt_tokens += step.stop - step.start
         sequence.pages.commit(step.stop, sequence.chain.keys)
-        sequence.num_computed = step.stop
         if outcome.token is not None:
             self._accept(sequence, outcome.token)
 
@@ -373,8 +371,6 @@ class Scheduler:
         sequence.decode_address = None
         self._roster.release(sequence, keep=True)
 
-    # -- small questions ------------------------------------------------------------------------------------------
-
     def _why_not(self, sequence: Sequence) -> Failure | None:
         if self._is_draining:
             return _DRAINING
@@ -386,8 +382,12 @@ class Scheduler:
     def _key_chain(self, sequence: Sequence) -> PageKeyChain:
         return key_chain(sequence.request, page_size=self._config.page_size, seed=self._config.key_seed)
 
+    def _resume(self, sequence: Sequence) -> Resume:
+        hit = self._cache.match(sequence.chain.keys, sequence.num_tokens)
+        return resume(hit, heal_tokens=self._config.heal_tokens, page_size=self._config.page_size)
+
     def _num_compute(self, sequence: Sequence) -> int:
-        return sequence.num_tokens - self._cache.match(sequence.chain.keys, sequence.num_tokens).num_tokens
+        return sequence.num_tokens - self._resume(sequence).start
 
 
 NOT_FINITE = "logits_not_finite"

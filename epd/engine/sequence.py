@@ -1,7 +1,7 @@
 """The one mutable request object. The scheduler owns it; nothing else writes to it.
 
     token_ids     prompt [0, num_prompt) .......... generated [num_prompt, num_tokens)
-    KV            [0, num_computed)
+    KV            [0, num_computed); up to heal_stop full layers had it from the start
     a step        computes [num_computed, stop), and samples iff stop == num_tokens
 
 A sequence that decodes has one token to compute, its newest. One that was put back to waiting has all of them again.
@@ -31,6 +31,7 @@ class Sequence:
     decode_address: str | None = None
     decode_incarnation: str | None = None
     num_computed: int = 0
+    heal_stop: int = 0
     num_cached_tokens: int = 0
     num_healed_tokens: int = 0
     num_retractions: int = 0
@@ -69,6 +70,10 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         return self.num_generated > 0 and self.num_remaining == 1
+
+    @property
+    def is_healing(self) -> bool:
+        return self.num_computed < self.heal_stop
 
     @property
     def output_index(self) -> int:

@@ -154,6 +154,7 @@ def build_engine(
             key_seed=fingerprint.encode(),
             chunk_tokens=config.chunk_tokens,
             max_running=config.max_running,
+            heal_tokens=sum(layer.window_left or 0 for layer in model.config.layers),
         ),
         cache,
         clock,
