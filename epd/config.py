@@ -19,8 +19,8 @@ def _positive(owner: str, **values: float) -> None:
 class EngineConfig:
     """One worker. `kv_budget_bytes` is split over the two pools by `epd.kv.layout.plan_pools`.
 
-    `chunk_tokens` is the token budget of one step: prompts longer than that are computed in chunks, between which decode
-    steps run. `window_left` overrides the model's sliding window (see `epd.model.config`). `threads` is torch's.
+    `chunk_tokens` is the token budget of one step: prompts longer than that are computed in chunks, between which
+    decode steps run. `window_left` overrides the model's sliding window (see `epd.model.config`). `threads` is torch's.
     """
 
     model_dir: Path

@@ -15,7 +15,7 @@ from preprocess.types import MediaKey
 
 
 class Role(StrEnum):
-    """What a worker does: compute prompts and hand the KV over, continue from handed-over KV, or both in one process."""
+    """What a worker does: compute prompts and hand the KV over, continue from KV it was handed, or both."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -30,9 +30,9 @@ class FinishReason(StrEnum):
 
 
 class MediaSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompt tokens `[start, stop)` are placeholders of one medium: its embedding rows `[row_start, row_start + stop - start)`.
+    """Prompt tokens `[start, stop)` are placeholders of one medium and take its embedding rows from `row_start` on.
 
-    `media` indexes `GenerateRequest.embeddings`. Placeholder j of the prompt has the identity (key, row), never its pad id.
+    `media` indexes `GenerateRequest.embeddings`. A placeholder's identity is (key, row), never its pad id.
     """
 
     start: int
@@ -61,9 +61,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt to continue.
 
-    `request_id` is unique per attempt: a retry after a lost worker is a new id, so late messages of the old attempt cannot
-    reach it. `num_emitted` counts output tokens of earlier attempts that are already part of `token_ids`; it offsets
-    `TokenDelta.index` and the sampling position, so that a retried seed draws what the first attempt would have drawn.
+    `request_id` is unique per attempt: a retry after a lost worker is a new id, so late messages of the old attempt
+    cannot reach it. `num_emitted` counts output tokens of earlier attempts that are already part of `token_ids`; it
+    offsets `TokenDelta.index` and the sampling position, so that a retried seed draws what the first attempt would have
+    drawn.
     """
 
     request_id: str
@@ -78,7 +79,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one attempt. `cached_tokens` came from the prefix tree, `healed_tokens` were re-run to restore windows."""
+    """Tokens of one attempt. `cached_tokens` came from the tree, `healed_tokens` were re-run to restore windows."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -93,7 +94,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
-    """Gateway to prefill (or a `both` worker). `decode_address` names where the KV goes; None when this worker decodes too."""
+    """Gateway to prefill. `decode_address` names where the KV goes; None for a worker that decodes, too."""
 
     request: GenerateRequest
     decode_address: str | None = None
@@ -111,13 +112,13 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    """Sent by a gateway on connect and then as its heartbeat. A worker ends the requests of a gateway that falls silent."""
+    """A gateway's greeting and heartbeat. A worker ends the requests of a gateway that falls silent."""
 
     sequence: int
 
 
 class ExpectKv(msgspec.Struct, frozen=True, kw_only=True, tag="expect"):
-    """Gateway to decode: a transfer for this request will come from a prefill worker; deltas go to the sender of this."""
+    """Gateway to decode: KV for this request will come from a prefill worker; deltas go to the sender of this."""
 
     request: GenerateRequest
 
@@ -125,8 +126,8 @@ class ExpectKv(msgspec.Struct, frozen=True, kw_only=True, tag="expect"):
 class KvTransfer(msgspec.Struct, frozen=True, kw_only=True, tag="kv"):
     """Prefill to decode: KV of `num_tokens` prompt tokens and the first generated token.
 
-    Tensors, in this order: for each full-attention layer K `[full pages, P, heads, 192]` and V `[.., 128]` of the pages from
-    `first_full_page` on; then for each window layer (MTP heads last) K and V of the live window's pages only, from
+    Tensors, in this order: for each full-attention layer K `[full pages, P, heads, 192]` and V `[.., 128]` of the pages
+    from `first_full_page` on; then for each window layer (MTP heads last) K and V of the live window's pages only, from
     `first_window_page` on. `incarnation` is the decode process the prefill side was told to send to; any other refuses.
     `timings` are the prefill worker's, for the decode worker's `Finish`.
     """
