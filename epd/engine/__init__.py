@@ -1,9 +1,9 @@
 """The engine: one worker's loop over continuous batches. Import the submodule that is wanted; most of them load torch.
 
-    loop.py       the step: receive -> admit -> plan -> run -> commit -> reply
-    scheduler.py  decides what runs next, and alone moves a Sequence; roster.py is where they are and how they end,
-                  queue.py the waiting line, admission.py what is never taken, healing.py where a prompt resumes
-    runner.py     a StepPlan to a StepResult: model, KV pages, sampler
-    handoff.py    KV from prefill to decode; desk.py joins it with what the gateway announced
-    worker.py     a process, or a thread, around the loop
+loop.py       the step: receive -> admit -> plan -> run -> commit -> reply
+scheduler.py  decides what runs next, and alone moves a Sequence; roster.py is where they are and how they end,
+              queue.py the waiting line, admission.py what is never taken, healing.py where a prompt resumes
+runner.py     a StepPlan to a StepResult: model, KV pages, sampler
+handoff.py    KV from prefill to decode; desk.py joins it with what the gateway announced
+worker.py     a process, or a thread, around the loop
 """

@@ -10,7 +10,7 @@ always ends, and with it the shortage.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from epd.cache.keys import PageKeyChain
 from epd.cache.prefix import PrefixCache
@@ -96,7 +96,7 @@ class Scheduler:
         """Take a sequence whose prompt another worker computed; its KV stays in host memory until it has pages."""
         failure = self._why_not(sequence)
         if failure is not None:
-            self._roster.fail(sequence, failure)
+            self._roster.fail(sequence, replace(failure, retryable=failure.status == 503))  # another may have room
             return
         sequence.chain = self._key_chain(sequence)
         sequence.num_cached_tokens = held.transfer.cached_tokens

@@ -31,23 +31,25 @@ _HIGH_WATER = 8192
 _TRANSFER_HIGH_WATER = 64
 _RECONNECT_MS = 20
 _RECONNECT_MAX_MS = 1000
-# tcp only notices a host that vanished by these; a killed process is noticed at once.
+# Only these notice a host that vanished, so tcp has them; a killed process is noticed at once. On one machine they
+# could only mistake a busy peer for a dead one.
 _HEARTBEAT_MS = 1000
 _HEARTBEAT_TIMEOUT_MS = 4000
 # Below this many bytes a copy is cheaper than handing the buffer over.
 _COPY_BELOW_BYTES = 64 << 10
 
 
-def _harden(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket", high_water: int) -> None:
+def _harden(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket", address: str, high_water: int) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, high_water)
     socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    if address.startswith("tcp:"):
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
 
 
-def _as_dealer(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket", high_water: int) -> None:
-    _harden(socket, high_water)
+def _as_dealer(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket", address: str, high_water: int) -> None:
+    _harden(socket, address, high_water)
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.ROUTING_ID, b"c" + uuid.uuid4().bytes)
     socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
@@ -70,7 +72,7 @@ class WorkerEndpoint:
         self._connect_grace_s = connect_grace_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
-        _harden(self._router, _HIGH_WATER)
+        _harden(self._router, address, _HIGH_WATER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._to_worker = to_worker_codec()
@@ -125,7 +127,7 @@ class WorkerEndpoint:
         if address in self._dealers:
             return
         socket = self._context.socket(zmq.DEALER)
-        _as_dealer(socket, _TRANSFER_HIGH_WATER)
+        _as_dealer(socket, address, _TRANSFER_HIGH_WATER)
         socket.connect(address)
         self._poller.register(socket, zmq.POLLIN)
         self._dealers[address] = _Dealer(socket, self._clock())
@@ -216,7 +218,7 @@ class WorkerChannel:
         if self._socket is not None:
             return
         self._socket = self._context.socket(zmq.DEALER)
-        _as_dealer(self._socket, _HIGH_WATER)
+        _as_dealer(self._socket, self._address, _HIGH_WATER)
         monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._watch = asyncio.get_running_loop().create_task(self._follow(monitor), name=f"monitor {self._address}")
         self._socket.connect(self._address)

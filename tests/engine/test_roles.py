@@ -234,6 +234,17 @@ def test_transfers_wait_in_host_memory_for_a_place(checkpoint: Checkpoint, make_
     pair.assert_nothing_leased()
 
 
+def test_a_full_decode_worker_makes_the_request_retryable(make_bench: MakeBench) -> None:
+    pair = make_pair(make_bench, max_running=1, max_waiting=1)
+    for i in range(4):
+        pair.submit(make_request(f"r{i}", PROMPT[i : i + 9], ignore_eos=True, max_tokens=40))
+    pair.run()
+    refused = [finish for finish in pair.decode.finishes.values() if finish.code == "overloaded"]
+    assert refused
+    assert all(finish.retryable and finish.status == 503 for finish in refused)
+    pair.assert_nothing_leased()
+
+
 def test_each_role_refuses_what_is_not_its_work(pair: Pair, make_bench: MakeBench) -> None:
     request = make_request("a", PROMPT)
     pair.prefill.mailbox.put(Submit(request=request))
