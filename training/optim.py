@@ -19,7 +19,8 @@ def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.mT if flip else x).float()
+    result: Tensor = (x.mT if flip else x).float()
+    return result
 
 
 class Muon(torch.optim.Optimizer):
@@ -47,7 +48,8 @@ class Muon(torch.optim.Optimizer):
 
 def split_parameters(module: nn.Module, plain: tuple[str, ...] = ()) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """(matrices, rest); names that contain one of `plain` (embeddings, heads, routers) always go to the rest."""
-    matrices, rest = [], []
+    matrices: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
     for name, param in module.named_parameters():
         inner = param.ndim >= 2 and not any(word in name for word in plain)
         (matrices if inner else rest).append(param)

@@ -65,13 +65,14 @@ def run_batch(net: VisionNet, probe: Probe, samples: list[Sample]) -> tuple[Tens
         patches, (pairs, rows, columns) = pixels_of(sample)
         labels = torch.tensor([*sample.labels, -1][:3]).expand(pairs, 3)
         groups.setdefault((rows, columns), []).append((patches, labels))
-    logits, labels = [], []
+    logits: list[Tensor] = []
+    wanted: list[Tensor] = []
     for (rows, columns), members in groups.items():
         with torch.autocast("cpu", torch.bfloat16):
             units = net(torch.cat([patches for patches, _ in members]), rows, columns)
         logits.append(probe(units))
-        labels.append(torch.cat([label for _, label in members]))
-    return loss_and_hits(torch.cat(logits), torch.cat(labels))
+        wanted.append(torch.cat([label for _, label in members]))
+    return loss_and_hits(torch.cat(logits), torch.cat(wanted))
 
 
 def draw(seed: int, start: int, num_images: int, num_clips: int) -> list[Sample]:
