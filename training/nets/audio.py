@@ -145,9 +145,10 @@ class AudioNet(nn.Module):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         width, rows = config["input_local_dim"], int(config["speech_vocab_size"])
-        self.speech_embeddings = nn.ModuleList(nn.Embedding(rows, width) for _ in range(config["audio_channels"]))
-        for table in self.speech_embeddings:
+        tables = [nn.Embedding(rows, width) for _ in range(config["audio_channels"])]
+        for table in tables:
             nn.init.normal_(table.weight, std=0.5)
+        self.speech_embeddings = nn.ModuleList(tables)
         self.layers = nn.ModuleList(LocalLayer(config) for _ in range(config["input_local_layers"]))
         self.norm = RmsNorm(width)
         flat = width * config["group_size"]

@@ -298,8 +298,10 @@ def export_text_names(net: TextNet, shards: int) -> dict[str, Tensor]:
         "lm_head.weight": net.lm_head.weight,
     }
     for place, layer in enumerate(net.layers):
+        assert isinstance(layer, Layer)
         tensors |= export_layer(layer, f"model.layers.{place}.", shards, "post_attention_layernorm")
     for place, head in enumerate(net.mtp):
+        assert isinstance(head, MtpHead)
         stem = f"model.mtp.layers.{place}."
         tensors |= export_layer(head.layer, stem, shards, "pre_mlp_layernorm")
         named = {"enorm": head.enorm, "hnorm": head.hnorm, "eh_proj": head.eh_proj, "final_layernorm": head.final_norm}

@@ -132,6 +132,7 @@ def export_names(net: VisionNet) -> dict[str, Tensor]:
     """Tensors under their checkpoint names."""
     tensors = {"visual.patch_embed.proj.weight": net.patch_embed.weight.reshape(-1, 3, 2, 16, 16)}
     for place, block in enumerate(net.blocks):
+        assert isinstance(block, VisionBlock)
         stem = f"visual.blocks.{place}."
         for norm in ("norm1", "norm2"):
             tensors[f"{stem}{norm}.weight"] = getattr(block, norm).weight
