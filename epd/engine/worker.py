@@ -117,55 +117,26 @@ def build_engine(
             config.model_dir, dtype=dtype, device=config.device, window_left=config.window_left, with_mtp=False
         ).eval()
     clock = Clock() if clock is None else clock
-    layout = _layout(model.config, config, dtype)
-    retention = _retention(config)
-    plan = _plan(config, layout, retention)
-    storage = KvStorage(
-        layout,
-        num_full_pages=plan.num_full_pages,
-        num_window_pages=plan.num_window_pages,
-        dtype=dtype,
-        device=config.device,
-    )
+    layout, retention = _layout(model.config, config, dtype), _retention(config)
+    pools = _plan(config, layout, retention)
+    num_pages = {"num_full_pages": pools.num_full_pages, "num_window_pages": pools.num_window_pages}
+    storage = KvStorage(layout, dtype=dtype, device=config.device, **num_pages)
     cache = PrefixCache(
-        DualPool(num_full_pages=plan.num_full_pages, num_window_pages=plan.num_window_pages),
+        DualPool(**num_pages),
         page_size=config.page_size,
         window_tokens=layout.window_tokens,
         retention=retention,
         enabled=config.prefix_cache,
     )
     fingerprint = kv_fingerprint(config.model_dir, layout, dtype=config.dtype)
-    # One page stays free for the token that is computed while the sequence is at its longest.
-    max_context = min(model.config.max_position_embeddings, (plan.num_full_pages - 1) * config.page_size)
-    identity = WorkerIdentity(
-        name=config.name,
-        role=config.role,
-        model=config.model_name,
-        max_context_tokens=max_context,
-        eos_token_ids=model.config.eos_token_ids,
-        incarnation=new_incarnation(),
-    )
-    scheduler = Scheduler(
-        SchedulerConfig(
-            role=config.role,
-            limits=_limits(config, model.config, max_context),
-            eos_token_ids=frozenset(model.config.eos_token_ids),
-            page_size=config.page_size,
-            key_seed=fingerprint.encode(),
-            chunk_tokens=config.chunk_tokens,
-            max_running=config.max_running,
-            heal_tokens=sum(layer.window_left or 0 for layer in model.config.layers),
-        ),
-        cache,
-        clock,
-    )
+    identity = _identity(config, model.config, pools)
+    scheduler = Scheduler(_scheduler_config(config, model.config, identity, fingerprint), cache, clock)
     mover = KvMover(storage, fingerprint=fingerprint)
-    reader = ArenaReader() if embeddings is None else embeddings
     loop = EngineLoop(
         identity=identity,
         endpoint=endpoint,
         scheduler=scheduler,
-        runner=Runner(model, storage, mover, reader),
+        runner=Runner(model, storage, mover, ArenaReader() if embeddings is None else embeddings),
         mover=mover,
         cache=cache,
         clock=clock,
@@ -173,6 +144,38 @@ def build_engine(
         max_waiting=config.max_waiting,
     )
     return Engine(loop, cache, scheduler, identity)
+
+
+def _identity(config: EngineConfig, text: TextConfig, pools: PoolPlan) -> WorkerIdentity:
+    return WorkerIdentity(
+        name=config.name,
+        role=config.role,
+        model=config.model_name,
+        # One page stays free for the token that is computed while the sequence is at its longest.
+        max_context_tokens=min(text.max_position_embeddings, (pools.num_full_pages - 1) * config.page_size),
+        eos_token_ids=text.eos_token_ids,
+        incarnation=new_incarnation(),
+    )
+
+
+def _scheduler_config(
+    config: EngineConfig, text: TextConfig, identity: WorkerIdentity, fingerprint: str
+) -> SchedulerConfig:
+    return SchedulerConfig(
+        role=config.role,
+        limits=Limits(
+            max_context_tokens=identity.max_context_tokens,
+            vocab_size=text.vocab_size,
+            hidden_size=text.hidden_size,
+            max_waiting=config.max_waiting,
+        ),
+        eos_token_ids=frozenset(text.eos_token_ids),
+        page_size=config.page_size,
+        key_seed=fingerprint.encode(),
+        chunk_tokens=config.chunk_tokens,
+        max_running=config.max_running,
+        heal_tokens=sum(layer.window_left or 0 for layer in text.layers),
+    )
 
 
 def _dtype(config: EngineConfig) -> torch.dtype:
@@ -230,12 +233,3 @@ def _plan(config: EngineConfig, layout: KvLayout, retention: RetentionPolicy) ->
         layout.window_page_bytes,
     )
     return plan
-
-
-def _limits(config: EngineConfig, text: TextConfig, max_context_tokens: int) -> Limits:
-    return Limits(
-        max_context_tokens=max_context_tokens,
-        vocab_size=text.vocab_size,
-        hidden_size=text.hidden_size,
-        max_waiting=config.max_waiting,
-    )
