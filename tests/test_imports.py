@@ -1,7 +1,7 @@
 """The arrows between packages, checked on the syntax tree: `TYPE_CHECKING` and in-function imports count.
 
-    cli -> epd -> encoder -> preprocess          never up, never sideways
-    inside epd: gateway -> router -> transport -> types; engine -> {cache -> kv, model -> kernels, transport} -> types
+cli -> epd -> encoder -> preprocess          never up, never sideways
+inside epd: gateway -> router -> transport -> types; engine -> {cache -> kv, model -> kernels, transport} -> types
 """
 
 import ast
@@ -106,7 +106,9 @@ def test_no_module_is_a_grab_bag() -> None:
     assert not found
 
 
-@pytest.mark.parametrize("module", ["preprocess", "encoder.types", "encoder.wire", "epd.types", "epd.gateway.app", "cli.app"])
+@pytest.mark.parametrize(
+    "module", ["preprocess", "encoder.types", "encoder.wire", "epd.types", "epd.gateway.app", "cli.app"]
+)
 def test_light_modules_do_not_load_torch(module: str) -> None:
     """The gateway, the wire and the command line start without paying for torch."""
     probe = f"import sys, {module}; sys.exit('torch' in sys.modules)"
