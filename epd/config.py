@@ -41,7 +41,9 @@ class EngineConfig:
     dense_retention_tokens: int = 2048
     decode_release_interval_tokens: int = 128
     window_left: int | None = None
-    peer_timeout_s: float = 10.0
+    # How long a gateway may be silent before its requests are ended here. Longer than `GatewayConfig.worker_timeout_s`:
+    # of two processes that cannot hear each other the gateway gives up first, since only it can try elsewhere.
+    peer_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
         _positive(

@@ -5,6 +5,7 @@
 
 An expectation holds no Finish: until the KV is here the prefill worker owns the request and ends it. So an abort
 forgets an expectation silently; should the KV come all the same, the desk gives the cancelled Finish that is then due.
+Only a worker that ends its expectations by itself (shutting down, or missing their gateway) says so for each of them.
 """
 
 from dataclasses import dataclass
@@ -125,13 +126,13 @@ class HandoffDesk:
         expected = self._expected.get(request_id)
         return None if expected is None else expected.peer
 
-    def drop_peer(self, peer: Peer, now_s: float) -> int:
-        """Forget everything a gateway announced, and count it; nobody is there to be told."""
-        dropped = [request_id for request_id, expected in self._expected.items() if expected.peer == peer]
-        for request_id in dropped:
-            del self._expected[request_id]
-            self._close(request_id, now_s)
-        return len(dropped)
+    def drop_peer(self, peer: Peer, now_s: float) -> list[Expected]:
+        """Forget everything a gateway announced, and return it. KV that still comes for it is dropped silently."""
+        dropped = [expected for expected in self._expected.values() if expected.peer == peer]
+        for expected in dropped:
+            del self._expected[expected.request.request_id]
+            self._close(expected.request.request_id, now_s)
+        return dropped
 
     def take_all(self, now_s: float) -> list[Expected]:
         """Forget every expectation, and return them: the worker is shutting down."""

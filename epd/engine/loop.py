@@ -140,7 +140,7 @@ class EngineLoop:
             self._dispatch(self._dispatched)
         self._dispatched = None
         for peer in self._peers.take_silent(now_s):
-            self._drop_peer(peer, "fell silent")
+            self._end_silent(peer)
         self._desk.expire(now_s, self._clock.unix_s())
 
     def _dispatch(self, item: Received) -> None:
@@ -226,11 +226,26 @@ class EngineLoop:
         for expected in self._desk.take_all(self._clock.monotonic_s()):
             self._end(expected.peer, expected.request, failure)
 
-    def _drop_peer(self, peer: Peer, why: str) -> None:
-        self._peers.forget(peer)
-        num_dropped = self._scheduler.drop_peer(peer) + self._desk.drop_peer(peer, self._clock.monotonic_s())
-        level = logging.WARNING if num_dropped else logging.INFO
-        logger.log(level, "gateway %s %s; %d requests of it are dropped", peer, why, num_dropped)
+    def _end_silent(self, peer: Peer) -> None:
+        """End the requests of a gateway that says nothing. It may only be stalled: then it reads the Finishes when it
+        goes on, and its clients get an answer or an error instead of a stream that hangs."""
+        message = f"worker {self._identity.name} had not heard from this gateway for too long and let the request go"
+        failure = Failure(503, "gateway_silent", message, retryable=True)
+        expected = self._desk.drop_peer(peer, self._clock.monotonic_s())
+        num_ended = self._scheduler.drop_peer(peer, failure) + len(expected)
+        if num_ended:
+            logger.warning("gateway %s fell silent; %d requests of it are ended", peer, num_ended)
+        for one in expected:
+            self._end(peer, one.request, failure)
+
+    def _lose(self, peer: Peer, error: PeerUnreachable) -> None:
+        """Free what belongs to a peer that cannot be reached: its streams have a hole now."""
+        now_s = self._clock.monotonic_s()
+        self._peers.lose(peer, now_s)
+        num_dropped = self._scheduler.drop_peer(peer) + len(self._desk.drop_peer(peer, now_s))
+        logger.log(
+            logging.WARNING if num_dropped else logging.DEBUG, "%s; %d requests of it dropped", error, num_dropped
+        )
 
     def _sequence(self, peer: Peer, request: GenerateRequest) -> Sequence:
         return Sequence(request=request, peer=peer, arrival_s=self._clock.monotonic_s())
@@ -267,13 +282,16 @@ class EngineLoop:
             self._send(reply.peer, reply.message)
 
     def _send(self, peer: Peer, message: Message) -> None:
-        """Send, or drop the requests of a gateway that cannot be reached: its streams have a hole now."""
+        """Send; to a peer that is lost nothing more is said until it is heard again."""
+        if self._peers.is_lost(peer):
+            return
         try:
             self._endpoint.send(peer, message)
         except PeerUnreachable as error:
-            logger.info("%s", error)
             if peer.address is None:
-                self._drop_peer(peer, "cannot be reached")
+                self._lose(peer, error)
+            else:
+                logger.debug("%s", error)
 
     def _refuse(self, peer: Peer, request: GenerateRequest, message: str) -> None:
         self._end(peer, request, Failure(500, "wrong_role", message))

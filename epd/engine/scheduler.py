@@ -110,11 +110,14 @@ class Scheduler:
         if sequence is not None:
             self._roster.finish(sequence, FinishReason.CANCELLED)
 
-    def drop_peer(self, peer: Peer) -> int:
-        """Free everything of a gateway that is gone, and count it; nobody is there to be told."""
+    def drop_peer(self, peer: Peer, failure: Failure | None = None) -> int:
+        """Free everything of a gateway, and count it. Without a failure nobody is there to be told."""
         dropped = [sequence for sequence in self._roster if sequence.peer == peer]
         for sequence in dropped:
-            self._roster.release(sequence, keep=False)
+            if failure is None:
+                self._roster.release(sequence, keep=False)
+            else:
+                self._roster.fail(sequence, failure)
         return len(dropped)
 
     def drain(self) -> None:

@@ -183,32 +183,47 @@ def test_a_step_that_raises_ends_its_requests_and_the_worker_goes_on(
     bench.assert_nothing_leased()
 
 
-def test_a_silent_gateway_loses_its_requests(make_bench: MakeBench) -> None:
-    bench = make_bench(peer_timeout_s=5.0)
+def test_a_silent_gateway_is_told_that_its_requests_ended(make_bench: MakeBench) -> None:
+    bench = make_bench(peer_timeout_s=5.0, max_running=2)
     other = Peer(b"other")
-    bench.mailbox.put(Submit(request=make_request("theirs", PROMPT, max_tokens=500, ignore_eos=True)), peer=other)
-    bench.submit(make_request("ours", PROMPT[:9], max_tokens=500, ignore_eos=True))
+    for request_id in ("running", "waiting"):
+        request = make_request(request_id, PROMPT, max_tokens=500, ignore_eos=True)
+        bench.mailbox.put(Submit(request=request), peer=other)
+        bench.submit(make_request(f"our {request_id}", PROMPT[:9], max_tokens=500, ignore_eos=True))
     for _ in range(6):
         bench.clock.advance(1.5)
         bench.mailbox.put(Hello(sequence=1), peer=GATEWAY)
-        bench.step()
-    assert bench.engine.scheduler.num_running == 1
-    assert not bench.finishes
-    bench.mailbox.put(Abort(request_id="ours"))
+        bench.engine.loop.step()
+    told = [(peer, message) for peer, message in bench.mailbox.sent if isinstance(message, Finish)]
+    assert [(peer, finish.request_id) for peer, finish in told] == [(other, "running"), (other, "waiting")]
+    assert {(f.reason, f.status, f.code, f.retryable) for _, f in told} == {
+        (FinishReason.FAILED, 503, "gateway_silent", True)
+    }
+    bench.collect()
+    for request_id in ("our running", "our waiting"):
+        bench.mailbox.put(Abort(request_id=request_id))
     bench.run()
-    assert bench.finishes["ours"].reason is FinishReason.CANCELLED
+    assert bench.finishes["our running"].reason is FinishReason.CANCELLED
     bench.assert_nothing_leased()
 
 
-def test_a_gateway_that_cannot_be_reached_loses_its_requests_at_once(make_bench: MakeBench) -> None:
+def test_a_gateway_that_cannot_be_reached_loses_its_requests_at_once(
+    make_bench: MakeBench, caplog: pytest.LogCaptureFixture
+) -> None:
     bench = make_bench()
-    bench.submit(make_request("a", PROMPT, max_tokens=500, ignore_eos=True))
+    for i in range(8):
+        bench.submit(make_request(f"r{i}", PROMPT, max_tokens=500, ignore_eos=True))
     bench.step()
     bench.mailbox.unreachable.add(GATEWAY)
     for _ in range(3):
         bench.step()
     assert bench.engine.scheduler.is_idle
     bench.assert_nothing_leased()
+    assert [record.message for record in caplog.records] == [f"peer {GATEWAY} is gone; 8 requests of it dropped"]
+    bench.mailbox.unreachable.clear()
+    bench.mailbox.put(Hello(sequence=1))
+    bench.engine.loop.step()
+    assert isinstance(bench.mailbox.sent[-1][1], WorkerInfo)
 
 
 def test_hello_is_answered_while_busy(make_bench: MakeBench) -> None:

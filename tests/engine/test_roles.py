@@ -285,3 +285,27 @@ def test_a_delta_names_only_gateways(pair: Pair) -> None:
         pair.decode.engine.loop.step()
         seen |= {peer for peer, message in pair.decode.mailbox.sent if isinstance(message, TokenDelta | Finish)}
     assert seen == {other}
+
+
+def test_decode_ends_what_a_silent_gateway_announced(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    request = make_request("a", PROMPT, ignore_eos=True)
+    pair.submit(request)
+    pair.decode.step()
+    pair.clock.advance(31.0)
+    pair.decode.step()
+    finish = pair.decode.finishes["a"]
+    assert (finish.reason, finish.status, finish.code, finish.retryable) == (
+        FinishReason.FAILED,
+        503,
+        "gateway_silent",
+        True,
+    )
+    # The KV comes after all; the connection it comes by is no gateway, and nobody misses it.
+    pair.run()
+    pair.clock.advance(31.0)
+    pair.decode.step()
+    assert pair.decode.engine.loop.num_orphans == 0
+    assert [record.message for record in caplog.records if "silent" in record.message] == [
+        f"gateway {GATEWAY} fell silent; 1 requests of it are ended"
+    ]
+    pair.assert_nothing_leased()
