@@ -2,19 +2,19 @@
 
 import asyncio
 import json
-import shutil
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import typer
 
 from cli.load import ConfigError, load
 from cli.media_files import MediaFileError, chat_part
+from cli.runtime import run_directory
 from preprocess.types import Modality
 
 
@@ -50,20 +50,31 @@ def chat(
         ]
     except MediaFileError as error:
         raise ConfigError(str(error)) from error
+    if question is not None and not question.strip():
+        raise ConfigError("the question is empty; leave it out to start a conversation")
     sampling = {"max_tokens": max_tokens, "temperature": temperature}
     try:
-        asyncio.run(_talk(url, model, parts, question, sampling))
-    except (ChatFailed, aiohttp.ClientError) as error:
+        asyncio.run(_talk(None if url is None else server_root(url), model, parts, question, sampling))
+    except (ChatFailed, aiohttp.ClientError, OSError) as error:
         typer.echo(f"mimo chat: {error}", err=True)
         raise typer.Exit(1) from error
     except (KeyboardInterrupt, EOFError):
         typer.echo()
 
 
+def server_root(url: str) -> str:
+    """`http://host:port/v1/` and `http://host:port` name the same server. Raises ConfigError for anything else."""
+    parts = urlsplit(url)
+    path = parts.path.rstrip("/").removesuffix("/v1")
+    if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
+        raise ConfigError(f"--url is {url!r}; give an address like http://127.0.0.1:8000")
+    return f"{parts.scheme}://{parts.netloc}{path}"
+
+
 async def _talk(
     url: str | None, model: str, parts: Sequence[dict[str, Any]], question: str | None, sampling: dict[str, Any]
 ) -> None:
-    async with _server(url, model) as (base_url, name), aiohttp.ClientSession(base_url) as session:
+    async with _server(url, model) as (base_url, name), aiohttp.ClientSession() as session:
         messages: list[dict[str, Any]] = []
         pending = list(parts)
         while True:
@@ -72,7 +83,7 @@ async def _talk(
                 messages.append({"role": "user", "content": [*pending, {"type": "text", "text": text}]})
                 pending = []
                 answer = ""
-                async for piece in _stream(session, {"model": name, "messages": messages, **sampling}):
+                async for piece in _stream(session, base_url, {"model": name, "messages": messages, **sampling}):
                     answer += piece
                     sys.stdout.write(piece)
                     sys.stdout.flush()
@@ -82,11 +93,13 @@ async def _talk(
                 return
 
 
-async def _stream(session: aiohttp.ClientSession, body: dict[str, Any]) -> AsyncIterator[str]:
+async def _stream(session: aiohttp.ClientSession, base_url: str, body: dict[str, Any]) -> AsyncIterator[str]:
     """Text pieces of one streamed answer. Raises ChatFailed with the server's message."""
-    async with session.post("/v1/chat/completions", json=body | {"stream": True}) as response:
+    async with session.post(f"{base_url}/v1/chat/completions", json=body | {"stream": True}) as response:
         if response.status != 200:
-            raise ChatFailed(_error_message(await response.text()))
+            raise ChatFailed(_error_message(response.status, base_url, await response.text()))
+        if response.content_type != "text/event-stream":
+            raise ChatFailed(f"{base_url} answered with {response.content_type}: this is no OpenAI-compatible server")
         async for raw in response.content:
             line = raw.decode().strip()
             if not line.startswith("data:") or line == "data: [DONE]":
@@ -98,25 +111,22 @@ async def _stream(session: aiohttp.ClientSession, body: dict[str, Any]) -> Async
                 yield choice["delta"].get("content") or ""
 
 
-def _error_message(body: str) -> str:
+def _error_message(status: int, base_url: str, body: str) -> str:
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return body or "no answer"
+        return f"{base_url} answered with status {status} and no OpenAI error: is this an OpenAI-compatible server?"
 
 
 @asynccontextmanager
 async def _server(url: str | None, model: str) -> AsyncIterator[tuple[str, str]]:
     """Base URL and model name: the given server's, or a pipeline in this process for as long as it is needed."""
     if url is not None:
-        yield url.rstrip("/"), model
+        yield url, model
         return
     from cli.unified import unified_server
 
-    runtime_dir = Path(tempfile.mkdtemp(prefix="mimo-"))
-    try:
+    with run_directory() as runtime_dir:
         config = load(runtime_dir=runtime_dir, flags={"mode": "unified", "model": model, "gateway": {"port": 0}})
         async with unified_server(config) as port:
             yield f"http://127.0.0.1:{port}", config.model_name
-    finally:
-        shutil.rmtree(runtime_dir, ignore_errors=True)

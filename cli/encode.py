@@ -1,8 +1,10 @@
 """`mimo encode`: media files to embeddings in one safetensors file, by the code the encoder server runs."""
 
 import json
+import os
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +24,15 @@ if TYPE_CHECKING:
     from encoder import LocalEncoder
 
 console = Console(stderr=True, highlight=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Rows `[rows, width]`, what is known of them, and why a file failed, each by file name as given."""
+
+    tensors: dict[str, "NDArray[np.float32]"] = field(default_factory=dict)
+    metadata: dict[str, dict[str, Any]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
 
 
 def encode(
@@ -52,38 +63,52 @@ def encode(
         options = MediaOptions(fps=fps, max_frames=max_frames, max_pixels=max_pixels)
     except (MediaFileError, ValueError, MediaError) as error:
         raise ConfigError(str(error)) from error
+    if threads is not None and threads < 1:
+        raise ConfigError(f"--threads is {threads}; allowed: 1 or more")
+    inputs = list(dict.fromkeys(inputs))
     target = out or Path(f"{files[0].name}.safetensors" if len(inputs) == 1 else "embeddings.safetensors")
-    if not target.parent.is_dir():
-        raise ConfigError(f"--out {target}: no such directory {target.parent}")
+    _check_target(target, [path for path, _ in inputs])
     model_dir, model_name = resolve_model(model)
 
     from encoder import LocalEncoder
 
     started_s = time.monotonic()
     encoder = LocalEncoder(model_dir, threads=threads)
-    tensors, metadata, failures = _encode_all(encoder, inputs, options, quiet=as_json)
-    _write(target, tensors, {"model": model_name} | {name: json.dumps(entry) for name, entry in metadata.items()})
-    elapsed_s = time.monotonic() - started_s
+    done = _encode_all(encoder, inputs, options, quiet=as_json)
+    if done.tensors:
+        _write(target, done.tensors, {"model": model_name} | {name: json.dumps(e) for name, e in done.metadata.items()})
     if as_json:
-        for name, entry in metadata.items():
+        for name, entry in done.metadata.items():
             typer.echo(json.dumps({"file": name, "out": str(target)} | entry))
-        for name, reason in failures.items():
+        for name, reason in done.failures.items():
             typer.echo(json.dumps({"file": name, "error": reason}))
-    num_rows = sum(len(tensor) for tensor in tensors.values())
-    console.print(f"{len(tensors)} of {len(inputs)} files, {num_rows} rows in {elapsed_s:.1f} s, written to {target}")
-    for name, reason in failures.items():
-        console.print(f"[red]failed[/] {name}: {reason}", markup=True, soft_wrap=True)
-    if failures:
+    num_rows = sum(len(tensor) for tensor in done.tensors.values())
+    where = f"written to {target}" if done.tensors else "nothing written"
+    elapsed_s = time.monotonic() - started_s
+    console.print(f"{len(done.tensors)} of {len(inputs)} files, {num_rows} rows in {elapsed_s:.1f} s, {where}")
+    for name, reason in done.failures.items():
+        console.print(f"failed {name}: {reason}", style="red", markup=False, soft_wrap=True)
+    if done.failures:
         sys.exit(1)
+
+
+def _check_target(target: Path, inputs: list[Path]) -> None:
+    """Refuse, before any work, an output that cannot be written or would destroy something. Raises ConfigError."""
+    if not target.parent.is_dir():
+        raise ConfigError(f"--out {target}: no such directory {target.parent}")
+    if target.exists() and not target.is_file():
+        raise ConfigError(f"--out {target}: exists and is not a regular file")
+    if any(path.exists() and target.exists() and path.samefile(target) for path in inputs):
+        raise ConfigError(f"--out {target}: is one of the inputs and would be overwritten")
+    if not os.access(target.parent, os.W_OK):
+        raise ConfigError(f"--out {target}: directory {target.parent} cannot be written to")
 
 
 def _encode_all(
     encoder: "LocalEncoder", inputs: list[tuple[Path, Modality]], options: MediaOptions, *, quiet: bool
-) -> tuple[dict[str, "NDArray[np.float32]"], dict[str, dict[str, Any]], dict[str, str]]:
-    """Embeddings, metadata and failures by file name as given. One bad file costs only itself."""
-    tensors: dict[str, NDArray[np.float32]] = {}
-    metadata: dict[str, dict[str, Any]] = {}
-    failures: dict[str, str] = {}
+) -> Encoded:
+    """One bad file costs only itself."""
+    done = Encoded()
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -99,10 +124,10 @@ def _encode_all(
             try:
                 layout, rows, key = encoder.encode(path.read_bytes(), modality, options)
             except (MediaError, OSError) as error:
-                failures[name] = str(error)
+                done.failures[name] = str(error)
             else:
-                tensors[name] = rows
-                metadata[name] = {
+                done.tensors[name] = rows
+                done.metadata[name] = {
                     "key": key,
                     "modality": str(modality),
                     "rows": int(rows.shape[0]),
@@ -112,13 +137,23 @@ def _encode_all(
                     "num_audio_rows": layout.num_audio_rows,
                 }
             progress.advance(task)
-    return tensors, metadata, failures
+    return done
 
 
 def _write(target: Path, tensors: dict[str, "NDArray[np.float32]"], metadata: dict[str, str]) -> None:
     """Write beside the target and move into place, so that an interrupted run leaves no half file under the name."""
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    partial = target.with_name(target.name + ".partial")
-    save_file(tensors, partial, metadata=metadata)
-    partial.replace(target)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        save_file(tensors, partial, metadata=metadata)
+        mask = os.umask(0)
+        os.umask(mask)
+        # The library makes private files; this one is an ordinary result.
+        partial.chmod(0o666 & ~mask)
+        partial.replace(target)
+    except (OSError, SafetensorError) as error:
+        partial.unlink(missing_ok=True)
+        console.print(f"mimo encode: cannot write {target}: {error}", style="red", markup=False)
+        raise typer.Exit(1) from error

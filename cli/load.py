@@ -42,7 +42,7 @@ class StageConfig:
 
     def __post_init__(self) -> None:
         if not 1 <= self.replicas <= 64:
-            raise ValueError(f"replicas is {self.replicas}; allowed: 1 to 64")
+            raise ValueError(f"replicas is {self.replicas}; allowed: 1 to 64 processes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,9 @@ class SupervisorConfig:
     young_s: float = 20.0
     max_early_exits: int = 4
     drain_s: float = 15.0
+    # A process that answered before and then says nothing for this long is killed, and started again like any other.
+    silence_s: float = 30.0
+    probe_period_s: float = 1.0
     start_timeout_s: float = 300.0
 
 
@@ -217,7 +220,9 @@ def load(
     )
 
     def engines(stage: str, role: Role) -> tuple[EngineConfig, ...]:
-        values = settings.get("engine", {}) | _without_replicas(settings.get(stage, {}))
+        # Converted one by one, so that an error names the section that holds the value.
+        shared = _convert("engine", EngineConfig, settings.get("engine", {}))
+        values = shared | _convert(stage, EngineConfig, _without_replicas(settings.get(stage, {})))
         return tuple(
             _build(stage, EngineConfig, values, role=role, name=f"{stage}-{i}", **model) for i in range(counts[stage])
         )
@@ -226,7 +231,7 @@ def load(
         "gateway",
         GatewayConfig,
         settings.get("gateway", {}),
-        fetch=_build("fetch", FetchPolicy, settings.get("fetch", {})),
+        fetch=_fetch_policy(settings.get("fetch", {})),
         encoders=tuple(address("encoder", i) for i in range(counts["encoder"])),
         prefill=tuple(address("prefill", i) for i in range(counts["prefill"])),
         decode=tuple(address("decode", i) for i in range(counts["decode"])),
@@ -245,8 +250,19 @@ def load(
 
 
 def _replicas(stage: str, values: Mapping[str, Any]) -> int:
-    chosen = {key: value for key, value in values.items() if key == "replicas"}
-    return _build(stage, StageConfig, chosen).replicas
+    chosen = _convert(stage, StageConfig, {key: value for key, value in values.items() if key == "replicas"})
+    try:
+        return StageConfig(**chosen).replicas
+    except ValueError as error:
+        raise ConfigError(f"{stage}.{error}") from error
+
+
+def _fetch_policy(values: Mapping[str, Any]) -> FetchPolicy:
+    policy = _build("fetch", FetchPolicy, values)
+    for root in policy.media_roots:
+        if not root.is_dir():
+            raise ConfigError(f"fetch.media_roots (--media-root) names {root}, which is not a directory")
+    return policy
 
 
 def _without_replicas(values: Mapping[str, Any]) -> dict[str, Any]:

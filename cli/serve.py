@@ -2,10 +2,8 @@
 
 import asyncio
 import json
-import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +14,11 @@ import typer
 from rich.console import Console
 
 from cli.load import BUILTIN_MODELS, MODES, ConfigError, ServeConfig, as_json, load
+from cli.runtime import run_directory
 from cli.stage import EncoderStage, GatewayStage, Stage, WorkerStage
 from cli.supervisor import StageEvent, StageFailed, Supervisor
 
 console = Console(stderr=True, highlight=False)
-_SHM = Path("/dev/shm")
 
 
 def serve(
@@ -77,21 +75,17 @@ def serve(
     )
     if flags.get("gateway", {}).get("port") == 0:
         flags["gateway"]["port"] = _free_port(host or "127.0.0.1")
-    runtime_dir = Path(tempfile.mkdtemp(prefix="mimo-"))
     try:
-        resolved = load(runtime_dir=runtime_dir, file=config, flags=flags)
-        if print_config:
-            typer.echo(as_json(resolved))
-            return
-        _require_free_port(resolved)
-        asyncio.run(_serve(resolved))
+        with run_directory() as runtime_dir:
+            resolved = load(runtime_dir=runtime_dir, file=config, flags=flags)
+            if print_config:
+                typer.echo(as_json(resolved))
+                return
+            _require_free_port(resolved)
+            asyncio.run(_serve(resolved))
     except StageFailed as error:
         console.print(f"[red]mimo serve:[/] {error}")
         raise typer.Exit(1) from error
-    finally:
-        shutil.rmtree(runtime_dir, ignore_errors=True)
-        for leftover in _SHM.glob(f"{runtime_dir.name}-*"):
-            leftover.unlink(missing_ok=True)
 
 
 def _flags(named: dict[str, Any], free: Sequence[str]) -> dict[str, Any]:
@@ -175,6 +169,8 @@ async def _serve_processes(config: ServeConfig, stop: asyncio.Event) -> None:
 def _show_event(event: StageEvent) -> None:
     if event.what == "started":
         console.print(f"  {event.name:<12} pid {event.pid}", style="dim")
+    elif event.what == "silent":
+        console.print(f"  {event.name:<12} pid {event.pid} silent for {event.silent_s:.0f} s: killed", style="yellow")
     elif event.returncode:
         console.print(f"  {event.name:<12} pid {event.pid} ended with {event.returncode}", style="yellow")
 

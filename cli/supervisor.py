@@ -1,7 +1,8 @@
 """Keeps the processes of one deployment alive: start, watch, restart with a growing pause, stop in order.
 
-A process that dies is started again under the same name and address; who waited on it learns of the loss from its
-socket and retries or ends the request. The supervisor itself never touches a request.
+A process that hangs is killed (see `cli.watch`). A process that dies is started again under the same name and address;
+who waited on it learns of the loss from its socket and retries or ends the request. The supervisor itself never touches
+a request.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from typing import Literal
 
 from cli.load import SupervisorConfig
 from cli.stage import EXIT_USAGE, Stage, stage_kind, write_settings
+from cli.watch import Watch
 
 
 class StageFailed(Exception):
@@ -28,9 +30,10 @@ class StageEvent:
     """What happened to a process, for whoever shows it."""
 
     name: str
-    what: Literal["started", "exited"]
+    what: Literal["started", "exited", "silent"]
     pid: int
     returncode: int | None = None
+    silent_s: float = 0.0
 
 
 class Supervisor:
@@ -52,6 +55,8 @@ class Supervisor:
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._failure: asyncio.Future[None] | None = None
         self._stopping = False
+        self._watch = Watch(stages, config, on_silence=self._kill_silent)
+        self._watching: asyncio.Task[None] | None = None
 
     @property
     def pids(self) -> dict[str, int]:
@@ -63,6 +68,7 @@ class Supervisor:
         for stage in self._stages:
             write_settings(stage, self._settings_path(stage))
             self._keepers[stage.name] = asyncio.create_task(self._keep(stage), name=f"keep {stage.name}")
+        self._watching = asyncio.create_task(self._watch.run(), name="watch")
 
     async def failed(self) -> None:
         """Return never, or raise StageFailed once a stage is beyond restarting."""
@@ -72,6 +78,10 @@ class Supervisor:
     async def stop(self) -> None:
         """SIGTERM each process in reverse order of start, wait for its drain, SIGKILL what overstays `drain_s`."""
         self._stopping = True
+        if self._watching is not None:
+            # A stage that drains answers no probes; from here on only `drain_s` counts.
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
         for stage in reversed(self._stages):
             process = self._processes.get(stage.name)
             if process is not None and process.returncode is None:
@@ -117,6 +127,7 @@ class Supervisor:
             preexec_fn=_ignore_interrupt,
         )
         self._processes[stage.name] = process
+        self._watch.started(stage.name)
         self._on_event(StageEvent(stage.name, "started", process.pid))
         return process
 
@@ -127,6 +138,12 @@ class Supervisor:
             *("--settings", str(self._settings_path(stage))),
             *("--parent", str(os.getpid())),
         ]
+
+    def _kill_silent(self, name: str, silent_s: float) -> None:
+        process = self._processes.get(name)
+        if process is not None and process.returncode is None:
+            self._on_event(StageEvent(name, "silent", process.pid, silent_s=silent_s))
+            process.kill()
 
     def _give_up(self, stage: Stage, returncode: int, num_exits: int) -> None:
         assert self._failure is not None

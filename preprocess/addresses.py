@@ -21,6 +21,12 @@ Lookup = Callable[[str, int], Awaitable[list[str]]]
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
+# What `allow_private_addresses` opens: this host and networks of one's own. Link-local addresses, where clouds keep
+# their metadata services, multicast and the unspecified address stay closed.
+_OWN_NETWORKS: Final = tuple(
+    ipaddress.ip_network(text)
+    for text in ("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "::1/128", "fc00::/7")
+)
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 _WEB_PORTS: Final = (80, 443)
 _FIRST_USER_PORT: Final = 1024
@@ -45,13 +51,22 @@ def is_public(address: IpAddress) -> bool:
     return address.is_global and not address.is_multicast and not address.is_reserved
 
 
-def check_endpoint(host: str, port: int) -> None:
+def is_allowed(address: IpAddress, *, allow_private: bool) -> bool:
+    """Public addresses, and with `allow_private` those of this host and of private networks, however wrapped."""
+    if is_public(address):
+        return True
+    inner = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return allow_private and any((inner or address) in network for network in _OWN_NETWORKS)
+
+
+def check_endpoint(host: str, port: int, *, allow_private: bool = False) -> None:
     """Refuses a URL's host and port as far as that is possible without resolving.
 
-    Raises MediaForbidden for ports below 1024 other than 80 and 443, for literal addresses that are not public, and for
-    the old numeric spellings (`2130706433`, `127.1`, `0x7f.1`) that some libraries resolve and others do not.
+    Raises MediaForbidden for literal addresses that are not allowed, for the old numeric spellings (`2130706433`,
+    `127.1`, `0x7f.1`) that some libraries resolve and others do not and, unless private addresses are allowed, for
+    ports below 1024 other than 80 and 443.
     """
-    if port not in _WEB_PORTS and port < _FIRST_USER_PORT:
+    if not allow_private and port not in _WEB_PORTS and port < _FIRST_USER_PORT:
         raise MediaForbidden(f"port {port} of {host} is not allowed; allowed are 80, 443 and {_FIRST_USER_PORT} up")
     try:
         literal = ipaddress.ip_address(host.partition("%")[0])
@@ -60,13 +75,14 @@ def check_endpoint(host: str, port: int) -> None:
         if last_label.isdigit() or last_label.startswith("0x"):
             raise MediaForbidden(f"{host} is a numeric host that is not an ordinary address") from None
         return
-    _check_public(host, literal)
+    _check(host, literal, allow_private=allow_private)
 
 
-def _check_public(host: str, address: IpAddress) -> None:
-    if not is_public(address):
+def _check(host: str, address: IpAddress, *, allow_private: bool) -> None:
+    if not is_allowed(address, allow_private=allow_private):
         # The address stays out of the message: it would map the inside of the network for the asker.
-        raise MediaForbidden(f"{host} is at an address that is not public; such addresses are not allowed")
+        why = "neither public nor on a private network" if allow_private else "not public"
+        raise MediaForbidden(f"{host} is at an address that is {why}; such addresses are not allowed")
 
 
 class CheckedResolver(AbstractResolver):
@@ -83,8 +99,7 @@ class CheckedResolver(AbstractResolver):
         results = []
         for text in await self._lookup(host, port):
             address = ipaddress.ip_address(text.partition("%")[0])
-            if not self._allow_private_addresses:
-                _check_public(host, address)
+            _check(host, address, allow_private=self._allow_private_addresses)
             results.append(
                 ResolveResult(
                     hostname=host,

@@ -84,14 +84,16 @@ class Fetcher:
 
         Raises MediaInvalid, MediaForbidden, MediaUnreachable or MediaTooLarge.
         """
-        scheme = source.url.partition(":")[0].lower()
+        # White space around a URL means nothing, as in a browser's address line.
+        url = source.url.strip()
+        scheme = url.partition(":")[0].lower()
         match scheme:
             case "data":
-                content = await self._decode_data(source.url)
+                content = await self._decode_data(url)
             case "file":
-                content = await asyncio.to_thread(read_file_url, source.url, self._limits)
+                content = await asyncio.to_thread(read_file_url, url, self._limits)
             case "http" | "https":
-                content = await self._join_flight(source.url)
+                content = await self._join_flight(url)
             case _:
                 raise MediaInvalid(f"URL scheme {scheme[:20]!r} is not known; allowed are http, https, data and file")
         if not content:
@@ -158,9 +160,8 @@ class Fetcher:
             raise MediaInvalid("the URL names no host")
         if url.user is not None or url.password is not None:
             raise MediaInvalid(f"the URL of {url.host} carries a user name or password, which is not supported")
-        if not self._limits.allow_private_addresses:
-            # The encoded host is what is dialled: full-width and circled digits are ordinary ones by then.
-            check_endpoint(url.raw_host or "", url.port)
+        # The encoded host is what is dialled: full-width and circled digits are ordinary ones by then.
+        check_endpoint(url.raw_host or "", url.port, allow_private=self._limits.allow_private_addresses)
 
     async def _read(self, url: URL, response: aiohttp.ClientResponse) -> bytes:
         if response.status != 200:

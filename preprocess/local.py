@@ -76,7 +76,9 @@ def _path_of(url: str) -> str:
     if parts.query or parts.fragment:
         raise MediaInvalid("the file: URL has a query or a fragment; write ? as %3F and # as %23")
     path = os.fsdecode(unquote_to_bytes(parts.path))
-    if "\0" in path or not path.startswith("/"):
+    if "\0" in path:
+        raise MediaInvalid("the file: URL has a zero byte in its path")
+    if not path.startswith("/"):
         raise MediaInvalid("the file: URL has no absolute path")
     return path
 
@@ -87,7 +89,7 @@ def _read_beneath(root: Path, relative: Path, max_bytes: int) -> bytes:
         with _descend(root, relative) as descriptor:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise MediaForbidden(f"{relative.name} is not a regular file")
+                raise MediaForbidden(f"{relative.name or root.name} is not a regular file")
             if status.st_size > max_bytes:
                 raise MediaTooLarge(f"{relative.name} has {status.st_size} bytes, allowed are {max_bytes}")
             with os.fdopen(os.dup(descriptor), "rb") as file:

@@ -25,7 +25,7 @@ def test_one_question_without_a_server() -> None:
 
 
 def test_one_question_to_a_server(epd: Service) -> None:
-    done = chat("--url", epd.url, "--video", "samples/clip.mp4", "Which way does it move?")
+    done = chat("--url", f"{epd.url}/v1/", "--video", "samples/clip.mp4", "Which way does it move?")
     assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
 
 
@@ -39,6 +39,8 @@ def test_a_conversation_reads_questions_until_the_end_of_input(epd: Service) -> 
     ("arguments", "code", "word"),
     [
         (("--url", "http://127.0.0.1:1", "hello"), 1, "127.0.0.1:1"),
+        (("--url", "127.0.0.1:8000", "hello"), 2, "http://127.0.0.1:8000"),
+        (("--url", "http://127.0.0.1:1", " "), 2, "empty"),
         (("--image", "missing.png", "hello"), 2, "missing.png"),
     ],
 )

@@ -144,8 +144,20 @@ def test_one_bad_file_costs_only_itself(media_dir: Path, tmp_path: Path) -> None
     assert done.returncode == 1
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert {Path(line["file"]).name: "error" in line for line in lines} == {"good.png": False, "bad.png": True}
-    tensors, _ = read(tmp_path / "embeddings.safetensors")
+    out = tmp_path / "embeddings.safetensors"
+    tensors, _ = read(out)
     assert list(tensors) == [str(good)]
+    mask = os.umask(0)
+    os.umask(mask)
+    assert out.stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+def test_nothing_is_written_when_nothing_could_be_read(tmp_path: Path) -> None:
+    (tmp_path / "bad.png").write_bytes(b"this is not a picture")
+    done = mimo("encode", "bad.png", "bad.png", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "0 of 1 files" in done.stderr
+    assert list(tmp_path.glob("*.safetensors*")) == []
 
 
 @pytest.mark.parametrize(
@@ -156,6 +168,10 @@ def test_one_bad_file_costs_only_itself(media_dir: Path, tmp_path: Path) -> None
         (["x.png", "--model", "nothing"], "nothing"),
         (["x.png", "--out", "no/such/dir/x.safetensors"], "no/such/dir"),
         (["x.png", "--fps", "-1"], "fps"),
+        (["x.png", "--threads", "0"], "threads"),
+        (["x.png", "--out", "x.png"], "one of the inputs"),
+        (["x.png", "--out", "."], "not a regular file"),
+        (["x.png", "--out", "/dev/null"], "not a regular file"),
     ],
 )
 def test_wrong_usage_is_told_with_exit_code_2(tmp_path: Path, arguments: list[str], word: str) -> None:

@@ -1,5 +1,7 @@
 """SIGKILL of every stage under load: the supervisor restarts it, every request ends, the next ones work."""
 
+import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -87,6 +89,23 @@ def test_killing_the_gateway_under_load(service: Service) -> None:
         load.wait_for(load.outcomes["200"] + 12)
     assert service.stages()["gateway"] != killed_pid
     assert text_of(service.ask(PICTURE)) == expected
+
+
+@pytest.mark.parametrize("stage", ["encoder-0", "prefill-0", "decode-0", "gateway"])
+def test_a_stage_that_hangs_is_replaced(tmp_path: Path, stage: str) -> None:
+    """SIGSTOP: the process lives and says nothing. The supervisor gives it `silence_s`, then starts another."""
+    arguments = ("--media-root", str(SAMPLES), "--set", "supervisor.silence_s=6")
+    with running_service(tmp_path, "--mode", "epd", *arguments) as service:
+        expected = text_of(service.ask(PICTURE))
+        time.sleep(2.5)
+        stopped_pid = service.stages()[stage]
+        os.kill(stopped_pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 60
+        while service.stages().get(stage, stopped_pid) == stopped_pid:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        service.wait_ready()
+        assert text_of(service.ask(PICTURE)) == expected
 
 
 def test_killing_everything_at_once(service: Service) -> None:

@@ -30,6 +30,23 @@ def test_public(address: str) -> None:
     check_endpoint(address, 443)
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "10.1.2.3", "192.168.0.9", "::1", "fd12::1", "::ffff:10.0.0.1"])
+def test_private_networks_can_be_opened(address: str) -> None:
+    check_endpoint(address, 8080, allow_private=True)
+
+
+@pytest.mark.parametrize("address", ["169.254.169.254", "fe80::1", "224.0.0.1", "0.0.0.0", "::ffff:169.254.169.254"])
+async def test_nothing_opens_link_local_and_multicast(address: str) -> None:
+    with pytest.raises(MediaForbidden, match="neither public nor"):
+        check_endpoint(address, 80, allow_private=True)
+
+    async def lookup(host: str, port: int) -> list[str]:
+        return [address]
+
+    with pytest.raises(MediaForbidden):
+        await CheckedResolver(lookup, allow_private_addresses=True).resolve("metadata.example", 80)
+
+
 @pytest.mark.parametrize(
     "host", ["2130706433", "127.1", "0x7f.1", "0x7f000001", "0177.0.0.1", "127.0.0.1.", "1.2.3.4.5"]
 )

@@ -127,7 +127,7 @@ def test_refusals(root: Path) -> None:
         read_file_url(f"file://evil.example{root}/a.png", limits(root))
     with pytest.raises(MediaInvalid, match="query"):
         read_file_url(f"file://{root}/a.png?x", limits(root))
-    with pytest.raises(MediaInvalid, match="absolute"):
+    with pytest.raises(MediaInvalid, match="zero byte"):
         read_file_url(f"file://{root}/a%00.png", limits(root))
     with pytest.raises(MediaUnreachable, match=r"missing\.png cannot be read: No such file"):
         read_file_url(f"file://{root}/missing.png", limits(root))
