@@ -147,6 +147,17 @@ class TreeLedger:
         self.num_evicted_window += freed
         return freed
 
+    def condemn(self, first_key: bytes) -> None:
+        """A path that begins with this page key holds something wrong, nobody knows on which page: no lookup may find
+        it, or what was built on it. Pages in use stay with their users, the others are freed."""
+        top = self.tree.root.children.get(first_key)
+        for node in reversed(self.tree.hide(top)) if top is not None else ():
+            if node.is_leaf and not node.is_protected:
+                full_pages, window_pages = self.tree.truncate(node, node.num_pages)
+                self.pool.full.free(full_pages, PageOwner.TREE)
+                self._free_windows(window_pages)
+            self.refresh(node)
+
     def hold_windows(self, pages: Sequence[int]) -> None:
         """Count one more running sequence for each tree-held window page."""
         for page in pages:

@@ -18,6 +18,7 @@ the leaves inwards. Nothing here recurses: paths and subtrees are walked with lo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 
 from epd.kv.errors import PageStateError
@@ -202,6 +203,25 @@ class RadixTree:
             del node.parent.children[first_key]
             del self.nodes[node.node_id]
         return full_pages, window_pages
+
+    def hide(self, node: Node) -> list[Node]:
+        """Give every page of the subtree a key nobody can look up; returns its nodes, parents first.
+
+        Locks, windows and rows are not touched. Rows that end here may go on: what they publish hangs below a hidden
+        node, where no lookup comes.
+        """
+        assert node.parent is not None
+        del node.parent.children[node.keys[0]]
+        hidden = [node]
+        for above in hidden:
+            hidden += above.children.values()
+        for one in hidden:
+            one.keys = [os.urandom(len(key)) for key in one.keys]
+            one.children = {}
+        for one in hidden:
+            assert one.parent is not None
+            one.parent.children[one.keys[0]] = one
+        return hidden
 
     def lock(self, node: Node) -> None:
         """Protect the path from the root to the end of `node`."""

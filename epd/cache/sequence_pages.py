@@ -204,6 +204,16 @@ class SequencePages:
         self.full_pages = []
         self._on_close(self)
 
+    def condemn(self) -> None:
+        """End early because a page of the row, whichever, holds wrong KV: nobody may find its published pages again.
+
+        Other rows keep what they lease.
+        """
+        first_keys = [node.keys[0] for node in self._ledger.tree.upwards(self._node) if node.start == 0]
+        self.abort()
+        for key in first_keys:
+            self._ledger.condemn(key)
+
     def lease(self, keys: Sequence[bytes], num_pages: int, *, with_window: bool) -> None:
         """Pin the first `num_pages` pages of `keys`, which the tree holds; called by PrefixCache.begin() alone."""
         ledger = self._ledger

@@ -61,12 +61,14 @@ class Runner:
         token_ids: list[int] = []
         spans: list[EmbeddingSpan] = []
         sampled_rows: list[int] = []
+        # Last rows of the steps that do not sample. They see all of the chunk, so what is wrong in it shows in them
+        # before its pages are published.
+        chunk_rows: list[int] = []
         for step, step_spans in zip(steps, media, strict=True):
             first = len(token_ids)
             spans += [EmbeddingSpan(first + span.start, first + span.stop, span.rows) for span in step_spans]
             token_ids += step.token_ids
-            if step.sample is not None:
-                sampled_rows.append(len(token_ids) - 1)
+            (chunk_rows if step.sample is None else sampled_rows).append(len(token_ids) - 1)
         positions_T = torch.cat([torch.arange(step.start, step.stop) for step in steps]).to(self._device)
         hidden_TD = merge_embeddings(self._model.embed(self._index(token_ids)), spans)
         attention = PagedAttention(
@@ -75,7 +77,8 @@ class Runner:
         hidden_TD = self._model(hidden_TD, positions_T, attention)
         samples = [step.sample for step in steps if step.sample is not None]
         tokens = iter(self._sample(hidden_TD, sampled_rows, samples))
-        return {step.request_id: _outcome(None if step.sample is None else next(tokens), step) for step in steps}
+        is_sound = iter(torch.isfinite(hidden_TD[self._index(chunk_rows)]).all(dim=-1).tolist())
+        return {step.request_id: _outcome(step, next(is_sound if step.sample is None else tokens)) for step in steps}
 
     def _sample(self, hidden_TD: Tensor, rows: list[int], samples: list[SampleRow]) -> list[SampledToken | None]:
         if not rows:
@@ -105,11 +108,12 @@ class Runner:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
-def _outcome(token: SampledToken | None, step: SequenceStep) -> StepOutcome:
-    if step.sample is not None and token is None:
-        message = f"the model gave logits that are not finite after {step.stop} tokens"
+def _outcome(step: SequenceStep, computed: SampledToken | bool | None) -> StepOutcome:
+    """`computed` is the sampled token (None: logits are not finite) or, of a chunk, whether its end is finite."""
+    if computed is None or computed is False:
+        message = f"the model gave numbers that are not finite after {step.stop} tokens"
         return StepOutcome(failure=Failure(status=500, code=NOT_FINITE, message=message))
-    return StepOutcome(token=token)
+    return StepOutcome(token=None if computed is True else computed)
 
 
 def _lost(error: EmbeddingLost) -> Failure:

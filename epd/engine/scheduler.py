@@ -222,10 +222,8 @@ class Scheduler:
 
     def _admit_first(self) -> Sequence | None:
         """Give the first waiting sequence pages of its own if there is a place for it and what is running can go on."""
-        if len(self._roster.running) >= self._config.max_running:
-            return None
-        sequence = self._roster.waiting.first()
-        if sequence is None:
+        is_full = len(self._roster.running) >= self._config.max_running
+        if is_full or (sequence := self._roster.waiting.first()) is None:
             return None
         page_size, resumed = self._config.page_size, self._resume(sequence)
         needed_full = -(-(sequence.num_tokens + 1 - resumed.heal_stop) // page_size) + self._num_pages_to_come()
@@ -309,10 +307,9 @@ class Scheduler:
         sequence = self._roster.running[step.request_id]
         assert sequence.pages is not None
         if outcome.failure is not None:
-            self._roster.fail(sequence, outcome.failure)
             if outcome.failure.code == NOT_FINITE:
-                # Earlier chunks of the same prompt are in the tree already; nobody may build on them.
-                self._cache.clear()
+                sequence.pages.condemn()
+            self._roster.fail(sequence, outcome.failure)
             return
         sequence.num_computed = step.stop
         if step.heals:

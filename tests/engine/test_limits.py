@@ -150,6 +150,48 @@ def test_logits_that_are_not_finite_fail_alone_and_leave_no_prefix(make_bench: M
     bench.assert_nothing_leased()
 
 
+def test_a_chunk_that_is_not_finite_is_never_published(make_bench: MakeBench) -> None:
+    bench = make_bench(chunk_tokens=16)
+    ref = bench.rows.put("lease", 12, 64, seed=1)
+    bench.rows.rows["lease"][5] = torch.nan
+    bench.submit(make_request("bad", PROMPT, spans=(span(20, 30),), embeddings=(ref,)))
+    bench.submit(make_request("same", PROMPT, spans=(span(20, 30),), embeddings=(ref,)))
+    for _ in range(2):
+        bench.step()
+    # The second chunk, not the last one: nobody can have found what it wrote.
+    assert bench.finishes["bad"].code == "logits_not_finite"
+    assert bench.engine.scheduler.counters.prompt_tokens == 16
+    bench.run()
+    bench.assert_nothing_leased()
+
+
+def test_wrong_kv_leaves_the_tree_while_others_lease_it(checkpoint: Checkpoint, make_bench: MakeBench) -> None:
+    bench = make_bench()
+    bench.submit(make_request("first", PROMPT, ignore_eos=True))
+    bench.run()
+    other = [5] * 30
+    bench.submit(make_request("elsewhere", other, ignore_eos=True))
+    bench.run()
+    bench.submit(make_request("running", [*PROMPT, 1, 2], max_tokens=200, ignore_eos=True))
+    bench.step()
+    storage = bench.engine.loop._runner._storage
+    page = bench.engine.scheduler._roster.running["running"].page_table().full_pages[2]
+    layer = storage.full_layer_indices[0]
+    sound = storage.values(layer)[page].clone()
+    storage.values(layer)[page] = torch.nan
+    bench.submit(make_request("broken", [*PROMPT, 3, 4], ignore_eos=True))
+    bench.step()
+    assert {bench.finishes["broken"].code, bench.finishes["running"].code} == {"logits_not_finite"}
+    storage.values(layer)[page] = sound
+    for request_id, token_ids in (("again", [*PROMPT, 3, 4]), ("elsewhere again", other)):
+        bench.submit(make_request(request_id, token_ids, ignore_eos=True))
+    bench.run()
+    assert bench.finishes["again"].usage.cached_tokens == 0
+    assert bench.answers["again"] == truth(checkpoint, [*PROMPT, 3, 4])
+    assert bench.finishes["elsewhere again"].usage.cached_tokens > 0
+    bench.assert_nothing_leased()
+
+
 def test_a_step_that_raises_ends_its_requests_and_the_worker_goes_on(
     checkpoint: Checkpoint, make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
