@@ -41,6 +41,20 @@ class BodyTooLarge(ServeError):
     code = "body_too_large"
 
 
+class BodyTimeout(ServeError):
+    """The client did not send its request in time."""
+
+    status = 408
+    code = "body_timeout"
+
+
+class UnsupportedMediaType(ServeError):
+    """The body is not declared as plain JSON."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+
 class DeadlineExceeded(ServeError):
     status = 504
     code = "deadline_exceeded"
@@ -58,3 +72,10 @@ class StageUnavailable(ServeError):
 
     status = 503
     code = "stage_unavailable"
+
+
+class ShuttingDown(ServeError):
+    """The gateway stops: nothing new is taken, and what did not end in time is ended."""
+
+    status = 503
+    code = "shutting_down"

@@ -17,7 +17,8 @@ import msgspec
 from encoder.types import EmbeddingRef
 from epd.errors import StageUnavailable
 from epd.gateway.problems import Problem, Refused
-from epd.router.workers import Attempt, Fleet, Lost
+from epd.router.attempts import Attempt, Lost
+from epd.router.workers import Fleet
 from epd.types import Finish, FinishReason, GenerateRequest, TokenDelta, TokenLogprob, Usage
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,8 @@ from prometheus_client.registry import Collector
 
 from encoder.types import EncoderInfo
 from epd.gateway.reply import AnswerEnd
-from epd.router.workers import Fleet, Worker
+from epd.router.attempts import Worker
+from epd.router.workers import Fleet
 from epd.types import Role, WorkerInfo
 
 STAGE_OF_ROLE = {Role.PREFILL: "prefill", Role.DECODE: "decode", Role.BOTH: "worker"}

@@ -4,6 +4,7 @@
     lost        disconnected, another incarnation, or silent for `timeout_s`: every attempt on the worker hears `Lost`
     messages    TokenDelta and Finish go to the attempt with that request id; when nobody waits for it any more they are
                 late: dropped, and answered with Abort so that the worker stops
+    unknown     a worker that keeps reporting no requests at all, though it was sent one, has dropped it: `Lost` as well
 
 Everything runs on one asyncio loop; time is the clock passed in.
 """
@@ -13,12 +14,12 @@ import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
 from epd.errors import StageUnavailable
-from epd.router.policy import WorkerLoad, choose_worker, prefix_affinity
+from epd.router.attempts import Attempt, Lost, Worker
+from epd.router.policy import choose_worker, prefix_affinity
 from epd.transport.base import Channel, ChannelClosed, WorkerDown
 from epd.types import (
     Abort,
@@ -41,78 +42,10 @@ logger = logging.getLogger(__name__)
 
 _MAX_REMEMBERED_LATE = 4096
 
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """A worker that held the attempt is gone."""
-
-    worker: str
-    reason: str
-
-
-Event = TokenDelta | Finish | Lost
-
-
-class Attempt:
-    """The mailbox of one submitted request. Closed by `Fleet.close`, exactly once, by whoever opened it.
-
-    `handed_over` is set by the first word of the decode worker: from then on the prefill worker may die.
-    """
-
-    def __init__(self, request_id: str, workers: "tuple[Worker, ...]") -> None:
-        self.request_id = request_id
-        self.workers = workers
-        self.finished_by: Worker | None = None
-        self.handed_over = False
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-
-    def depends_on(self, worker: "Worker") -> bool:
-        return worker is self.workers[-1] or not self.handed_over
-
-    async def next_event(self) -> Event:
-        return await self._events.get()
-
-    def put(self, event: Event) -> None:
-        self._events.put_nowait(event)
-
-
-@dataclass(eq=False, slots=True)
-class Worker:
-    """One engine process. `info` is None until it answered on the present connection."""
-
-    channel: Channel
-    role: Role
-    info: WorkerInfo | None = None
-    last_heard_s: float = 0.0
-    attempts: dict[str, Attempt] = field(default_factory=dict)
-
-    @property
-    def address(self) -> str:
-        return self.channel.address
-
-    @property
-    def ready(self) -> bool:
-        return self.channel.connected and self.info is not None and self.info.ready
-
-    def why_not_ready(self) -> str | None:
-        """None when ready, else a reason for people."""
-        if not self.channel.connected:
-            return f"{self.address}: not connected"
-        if self.info is None:
-            return f"{self.address}: has not answered yet"
-        return None if self.info.ready else f"{self.address}: still loading"
-
-    def load(self) -> WorkerLoad:
-        """Only of a worker that has answered."""
-        info = self.info
-        assert info is not None, f"worker {self.address} has no load before its first answer"
-        return WorkerLoad(
-            worker=self.address,
-            num_assigned=sum(attempt.depends_on(self) for attempt in self.attempts.values()),
-            num_reported=info.num_waiting + info.num_running,
-            full_pages_free=info.full_pages_free,
-            window_pages_free=info.window_pages_free,
-        )
+# Heartbeats over which all workers of an attempt must report that they hold nothing before the attempt counts as
+# dropped: KV may be on its way between two workers, held by neither.
+_UNKNOWN_HEARTBEATS = 4
+_LONG_STAND_S = 1.0
 
 
 class Fleet:
@@ -137,6 +70,8 @@ class Fleet:
         self._timeout_s = timeout_s
         self._clock = clock
         self._sequence = 0
+        self._ticked_s = clock()
+        self._waits = True
         self._changed = asyncio.Event()
         self._late: OrderedDict[str, None] = OrderedDict()
         self._loops: list[asyncio.Task[None]] = []
@@ -173,6 +108,11 @@ class Fleet:
             worker.channel.close()
         await asyncio.gather(*self._loops, return_exceptions=True)
 
+    def stop_waiting(self) -> None:
+        """From now on a stage that is down ends a request at once: this gateway stops, and so may everything else."""
+        self._waits = False
+        self._wake_waiters()
+
     async def submit(self, request: GenerateRequest, *, give_up_s: float, avoid: Collection[str] = ()) -> Attempt:
         """Choose workers, waiting for a stage that is down until the clock reads `give_up_s`, and send the request.
 
@@ -181,7 +121,7 @@ class Fleet:
         affinity = prefix_affinity(request)
         while True:
             chosen = await self._chosen(give_up_s, affinity, avoid)
-            attempt = Attempt(request.request_id, chosen)
+            attempt = Attempt(request.request_id, chosen, sent_at=self._sequence)
             for worker in chosen:
                 worker.attempts[request.request_id] = attempt
             try:
@@ -207,6 +147,14 @@ class Fleet:
         """One heartbeat: greet every worker, and give up those that have been silent too long."""
         self._sequence += 1
         now = self._clock()
+        # Silence counts only while this loop runs: what came while it stood still is in the sockets, not yet read.
+        stood_still_s = now - self._ticked_s - self._heartbeat_s
+        if stood_still_s > 0:
+            if stood_still_s > _LONG_STAND_S:
+                logger.warning("the gateway stood still for %.1f s", stood_still_s)
+            for worker in self.workers:
+                worker.last_heard_s += stood_still_s
+        self._ticked_s = now
         for worker in self.workers:
             if not worker.channel.connected:
                 continue
@@ -222,7 +170,7 @@ class Fleet:
             if workers and len(workers) == len(chosen):
                 return workers
             left_s = give_up_s - self._clock()
-            if left_s <= 0:
+            if left_s <= 0 or not self._waits:
                 missing = ", ".join(role for role, worker in zip(self.roles, chosen, strict=True) if worker is None)
                 raise StageUnavailable(f"no worker is ready for: {missing or 'any stage'}", retry_after_s=5.0)
             with contextlib.suppress(TimeoutError):
@@ -282,12 +230,32 @@ class Fleet:
         worker.info = info
         if worker.ready != was_ready:
             self._wake_waiters()
+        for attempt in worker.attempts.values():
+            self._look_for(attempt, worker)
+
+    def _look_for(self, attempt: Attempt, worker: Worker) -> None:
+        """Tell the attempt that it is lost when its workers have been saying for a while that they hold nothing.
+
+        A worker answers in order: had it finished the request, the Finish would have come before this report.
+        """
+        reports = [holder.idle_at for holder in attempt.workers]
+        if attempt.finished_by is not None or any(at is None or at <= attempt.sent_at for at in reports):
+            attempt.unknown_from = None
+            return
+        latest = min(at for at in reports if at is not None)
+        if attempt.unknown_from is None:
+            attempt.unknown_from = latest
+        elif latest - attempt.unknown_from >= _UNKNOWN_HEARTBEATS:
+            attempt.unknown_from = None
+            logger.warning("request %s: no worker knows it any more", attempt.request_id)
+            attempt.put(Lost(worker.address, "does not know the request any more"))
 
     def _deliver(self, worker: Worker, event: TokenDelta | Finish) -> None:
         attempt = worker.attempts.get(event.request_id)
         if attempt is None:
             self._late_message(worker, event)
             return
+        attempt.unknown_from = None
         if worker is attempt.workers[-1]:
             attempt.handed_over = True
         if isinstance(event, Finish):

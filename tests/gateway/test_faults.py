@@ -350,3 +350,28 @@ async def test_an_unforeseen_error_inside_a_stream_is_its_last_event() -> None:
         assert events[-1]["error"]["code"] == "internal_error"
         assert "nobody" not in events[-1]["error"]["message"]
         assert await stack.metric("mimo_gateway_inflight_requests") == 0
+
+
+async def test_a_request_that_its_worker_dropped_without_a_word_is_sent_again() -> None:
+    async with running_gateway(says(TEXT)) as stack:
+        stack.worker.stall_after = 2
+        request = asyncio.create_task(stack.ask())
+        await until(lambda: stack.worker.num_running == 1)
+        await asyncio.sleep(0.05)
+        stack.worker.stall_after = None
+        for task in list(stack.worker._running.values()):
+            task.cancel()
+        status, body, _ = await asyncio.wait_for(request, 5)
+        assert (status, text_of(body)) == (200, TEXT)
+        assert [each.num_emitted for each in stack.worker.submitted] == [0, 2]
+
+
+async def test_a_request_that_its_worker_hands_back_is_sent_again_at_once() -> None:
+    back = Finish(request_id="", reason=FinishReason.FAILED, usage=NO_USAGE, status=503, code="silent", retryable=True)
+    async with running_gateway(says(TEXT), heartbeat_s=5.0) as stack:
+        stack.worker.finish = back
+        request = asyncio.create_task(stack.ask())
+        await until(lambda: len(stack.worker.submitted) == 1)
+        stack.worker.finish = None
+        status, body, _ = await asyncio.wait_for(request, 2)
+        assert (status, text_of(body)) == (200, TEXT)

@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from epd.errors import StageUnavailable
-from epd.router.workers import Event, Fleet, Lost
+from epd.router.attempts import Event, Lost
+from epd.router.workers import Fleet
 from epd.transport.base import Received
 from epd.transport.memory import MemoryEndpoint, MemoryNetwork
 from epd.types import (
@@ -68,9 +69,11 @@ class Hand:
         self.say_info(received, incarnation, ready=ready)
         await asyncio.sleep(0.002)
 
-    def say_info(self, received: Received, incarnation: str, *, ready: bool = True) -> None:
+    def say_info(
+        self, received: Received, incarnation: str, *, ready: bool = True, sequence: int = 0, num_running: int = 0
+    ) -> None:
         info = WorkerInfo(
-            sequence=0,
+            sequence=sequence,
             worker=self.address,
             incarnation=incarnation,
             role=self.role,
@@ -79,7 +82,7 @@ class Hand:
             max_context_tokens=100,
             eos_token_ids=(),
             num_waiting=0,
-            num_running=0,
+            num_running=num_running,
             full_pages_free=1,
             full_pages_total=1,
             window_pages_free=1,
@@ -101,13 +104,15 @@ def request(request_id: str = "r#1") -> GenerateRequest:
 
 
 @asynccontextmanager
-async def fleet_of(*roles: Role, clock: Clock | None = None) -> AsyncIterator[tuple[Fleet, list[Hand], Clock]]:
+async def fleet_of(
+    *roles: Role, clock: Clock | None = None, heartbeat_s: float = 3600.0
+) -> AsyncIterator[tuple[Fleet, list[Hand], Clock]]:
     network, clock = MemoryNetwork(), clock or Clock()
     hands = [Hand(network, f"memory://{i}", role) for i, role in enumerate(roles)]
     fleet = Fleet(
         prefill=[network.channel(hand.address) for hand in hands if hand.role is not Role.DECODE],
         decode=[network.channel(hand.address) for hand in hands if hand.role is Role.DECODE],
-        heartbeat_s=3600.0,
+        heartbeat_s=heartbeat_s,
         timeout_s=5.0,
         clock=clock,
     )
@@ -256,3 +261,62 @@ async def test_a_worker_that_hands_a_request_back_is_asked_before_it_gets_anothe
         assert not second.done()
         await hand.answer_hello()
         fleet.close(await asyncio.wait_for(second, 1))
+
+
+async def beats(fleet: Fleet, hands: list[Hand], num_running: list[int], count: int) -> None:
+    """Heartbeats that every worker answers with the number of requests it holds."""
+    for _ in range(count):
+        fleet.tick()
+        for hand, running in zip(hands, num_running, strict=True):
+            received = await hand.expect(Hello)
+            assert isinstance(received.message, Hello)
+            hand.say_info(received, "one", sequence=received.message.sequence, num_running=running)
+        await asyncio.sleep(0.002)
+
+
+async def test_a_request_that_no_worker_knows_is_lost() -> None:
+    async with fleet_of(Role.BOTH) as (fleet, (hand,), clock):
+        await hand.answer_hello("one")
+        attempt = await fleet.submit(request(), give_up_s=clock.now_s)
+        await hand.expect(Submit)
+        await beats(fleet, [hand], [1], 8)
+        assert attempt._events.empty()
+        await beats(fleet, [hand], [0], 8)
+        event = await soon(fleet, asyncio.ensure_future(attempt.next_event()))
+        assert event == Lost(hand.address, "does not know the request any more")
+        assert fleet.workers[0].ready, "the worker itself is well"
+
+
+async def test_a_request_that_one_of_two_workers_holds_is_not_lost() -> None:
+    async with fleet_of(Role.PREFILL, Role.DECODE) as (fleet, hands, clock):
+        for hand in hands:
+            await hand.answer_hello("one")
+        attempt = await fleet.submit(request(), give_up_s=clock.now_s)
+        await hands[0].expect(Submit)
+        await hands[1].expect(ExpectKv)
+        await beats(fleet, hands, [1, 0], 8)
+        await beats(fleet, hands, [0, 1], 8)
+        assert attempt._events.empty()
+        await beats(fleet, hands, [0, 0], 8)
+        assert isinstance(await soon(fleet, asyncio.ensure_future(attempt.next_event())), Lost)
+
+
+async def test_a_gateway_that_stood_still_does_not_blame_the_workers() -> None:
+    async with fleet_of(Role.BOTH, heartbeat_s=1.0) as (fleet, (hand,), clock):
+        await hand.answer_hello("one")
+        attempt = await fleet.submit(request(), give_up_s=clock.now_s)
+        clock.now_s += 60.0
+        fleet.tick()
+        assert attempt._events.empty()
+        assert fleet.workers[0].ready
+
+
+async def test_a_fleet_that_stops_waits_for_no_stage() -> None:
+    async with fleet_of(Role.BOTH) as (fleet, (hand,), clock):
+        waiting = asyncio.create_task(fleet.submit(request(), give_up_s=clock.now_s + 3600))
+        await asyncio.sleep(0.005)
+        fleet.stop_waiting()
+        with pytest.raises(StageUnavailable):
+            await asyncio.wait_for(waiting, 1)
+        await hand.answer_hello("one")
+        fleet.close(await fleet.submit(request(), give_up_s=clock.now_s))
