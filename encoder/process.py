@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import signal
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,11 +13,13 @@ from pathlib import Path
 
 import uvloop
 import zmq.asyncio
+from safetensors import SafetensorError
 
 from encoder.cache.arena import SHM_DIR, Arena
 from encoder.cache.index import CacheIndex
 from encoder.cache.store import EmbeddingStore
 from encoder.config import EncoderConfig
+from encoder.errors import ArenaUnavailable
 from encoder.fingerprint import checkpoint_fingerprint
 from encoder.links import ZmqEndpoint
 from encoder.runner import TowerRunner
@@ -25,6 +28,10 @@ from preprocess.config import ProcessorConfig
 from preprocess.pool import DecodePool
 
 logger = logging.getLogger(__name__)
+
+_EXIT_REFUSED = 2
+# What `open_server` raises about settings and checkpoints; CheckpointError is a ValueError.
+_REFUSALS = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError, SafetensorError)
 
 
 @contextmanager
@@ -72,7 +79,11 @@ async def serve(server: EncoderServer, address: str, stop: asyncio.Event) -> Non
 
 
 def run_encoder(config: EncoderConfig, *, model_dir: Path, name: str, address: str, arena: str) -> None:
-    """Run a replica in this process until SIGTERM or SIGINT."""
+    """Run a replica in this process until SIGTERM or SIGINT.
+
+    What keeps it from starting ends it with one line in the log: exit code 2 for settings or a checkpoint that cannot
+    work, where starting again is no use, and 1 for a host without enough shared memory.
+    """
 
     async def main() -> None:
         stop = asyncio.Event()
@@ -80,7 +91,12 @@ def run_encoder(config: EncoderConfig, *, model_dir: Path, name: str, address: s
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             with contextlib.suppress(NotImplementedError):
                 loop.add_signal_handler(signal_number, stop.set)
-        with open_server(config, model_dir=model_dir, name=name, arena=arena) as server:
+        with contextlib.ExitStack() as stack:
+            try:
+                server = stack.enter_context(open_server(config, model_dir=model_dir, name=name, arena=arena))
+            except (*_REFUSALS, ArenaUnavailable) as error:
+                logger.error("encoder %s cannot start: %s", name, " ".join(str(error).split()))
+                sys.exit(1 if isinstance(error, ArenaUnavailable) else _EXIT_REFUSED)
             await serve(server, address, stop)
 
     uvloop.run(main())

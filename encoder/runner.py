@@ -78,6 +78,7 @@ class TowerRunner:
     def load(cls, model_dir: Path, config: EncoderConfig) -> "TowerRunner":
         """Load the towers of a checkpoint. Raises CheckpointError, ValueError."""
         dtype: torch.dtype = getattr(torch, config.dtype)
+        _require_device(config.device)
         towers = load_towers(model_dir, dtype, config.device)
         return cls(towers, dtype=dtype, device=config.device, num_threads=config.tower_threads)
 
@@ -151,6 +152,18 @@ class TowerRunner:
         target = torch.frombuffer(destination, dtype=self._torch_dtype).view(rows.shape)
         target.copy_(rows)
         return checksum(destination)
+
+
+def _require_device(name: str) -> None:
+    """Raise ValueError for a device torch does not have here, before anything is loaded."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"encoder.device is {name!r}; allowed: cpu, cuda, cuda:0, cuda:1, ...")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"encoder.device is {name!r}, torch sees {torch.cuda.device_count()} CUDA devices here")
 
 
 def _use_threads(num_threads: int) -> None:

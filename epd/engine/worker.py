@@ -2,11 +2,13 @@
 
 import logging
 import signal
+import sys
 import threading
 from dataclasses import dataclass
 from types import FrameType
 
 import torch
+from safetensors import SafetensorError
 
 from encoder.client import ArenaReader
 from epd.cache.prefix import PrefixCache
@@ -32,6 +34,9 @@ from epd.transport.sockets import WorkerEndpoint
 logger = logging.getLogger(__name__)
 
 _FLUSH_S = 1.0
+_EXIT_REFUSED = 2
+# What `build_engine` raises about settings and checkpoints, as opposed to a machine that fails.
+REFUSALS = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError, PoolTooSmall, SafetensorError)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -46,7 +51,10 @@ class Engine:
 
 
 def run_worker(config: EngineConfig, *, address: str) -> None:
-    """A whole worker process at a ZMQ address: returns after SIGTERM or SIGINT, when what was running has finished."""
+    """A whole worker process at a ZMQ address: returns after SIGTERM or SIGINT, when what was running has finished.
+
+    Settings or a checkpoint that cannot work end it with one line in the log and exit code 2: starting again is no use.
+    """
     endpoint = WorkerEndpoint(address)
     try:
         serve(config, endpoint)
@@ -58,7 +66,11 @@ def run_worker(config: EngineConfig, *, address: str) -> None:
 def serve(config: EngineConfig, endpoint: Endpoint) -> None:
     """Build the engine on `endpoint` and run it in the main thread; SIGTERM and SIGINT drain it."""
     torch.set_num_threads(config.threads)
-    engine = build_engine(config, endpoint)
+    try:
+        engine = build_engine(config, endpoint)
+    except REFUSALS as error:
+        logger.error("worker %s cannot start: %s", config.name, " ".join(str(error).split()))
+        sys.exit(_EXIT_REFUSED)
 
     def drain(signum: int, frame: FrameType | None) -> None:
         engine.loop.drain()
@@ -109,20 +121,20 @@ def build_engine(
 ) -> Engine:
     """Everything a worker consists of. `model` saves loading it again where several workers share a process.
 
-    Raises PoolTooSmall naming both numbers when `kv_budget_bytes` is not enough to run at all.
+    Raises one of REFUSALS: PoolTooSmall naming both numbers when `kv_budget_bytes` is not enough to run at all,
+    ValueError for a setting, the others for a checkpoint that is not there or is damaged.
     """
-    dtype = _dtype(config)
+    dtype, device = _dtype(config), _device(config)
     if model is None:
         model = load_text_model(
-            config.model_dir, dtype=dtype, device=config.device, window_left=config.window_left, with_mtp=False
+            config.model_dir, dtype=dtype, device=device, window_left=config.window_left, with_mtp=False
         ).eval()
     clock = Clock() if clock is None else clock
     layout, retention = _layout(model.config, config, dtype), _retention(config)
     pools = _plan(config, layout, retention)
-    num_pages = {"num_full_pages": pools.num_full_pages, "num_window_pages": pools.num_window_pages}
-    storage = KvStorage(layout, dtype=dtype, device=config.device, **num_pages)
+    storage = _storage(layout, pools, dtype, device)
     cache = PrefixCache(
-        DualPool(**num_pages),
+        DualPool(num_full_pages=pools.num_full_pages, num_window_pages=pools.num_window_pages),
         page_size=config.page_size,
         window_tokens=layout.window_tokens,
         retention=retention,
@@ -183,6 +195,33 @@ def _dtype(config: EngineConfig) -> torch.dtype:
         return _DTYPES[config.dtype]
     except KeyError:
         raise ValueError(f"engine.dtype is {config.dtype!r}; allowed: {', '.join(_DTYPES)}") from None
+
+
+def _device(config: EngineConfig) -> torch.device:
+    try:
+        device = torch.device(config.device)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"engine.device is {config.device!r}; allowed: cpu, cuda, cuda:0, cuda:1, ...")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"engine.device is {config.device!r}, torch sees {torch.cuda.device_count()} CUDA devices here"
+        )
+    return device
+
+
+def _storage(layout: KvLayout, pools: PoolPlan, dtype: torch.dtype, device: torch.device) -> KvStorage:
+    try:
+        return KvStorage(
+            layout,
+            num_full_pages=pools.num_full_pages,
+            num_window_pages=pools.num_window_pages,
+            dtype=dtype,
+            device=device,
+        )
+    except RuntimeError as error:
+        raise ValueError(f"KV memory of {pools.size_bytes:,} bytes cannot be had on {device}: {error}") from error
 
 
 def _layout(text: TextConfig, config: EngineConfig, dtype: torch.dtype) -> KvLayout:

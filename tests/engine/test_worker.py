@@ -3,6 +3,8 @@
 import asyncio
 import multiprocessing
 import os
+import re
+import shutil
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
@@ -188,3 +190,44 @@ def test_a_budget_that_is_too_small_names_both_numbers(checkpoint: Checkpoint) -
     )
     with pytest.raises(PoolTooSmall, match="alone needs"):
         EngineThread(stuck, endpoint)
+
+
+def damaged(folder: Path, copy: Path) -> Path:
+    shutil.copytree(folder, copy)
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_budget_bytes": 1000}, r"KV budget of 1,000 bytes is below the [\d,]+ that"),
+        ({"kv_budget_bytes": 1 << 60}, "cannot be had on cpu"),
+        ({"page_size": 1 << 20}, "KV budget of 4,194,304 bytes is below"),
+        ({"decode_release_interval_tokens": 1 << 20}, "alone needs"),
+        ({"dtype": "int3"}, "engine.dtype is 'int3'; allowed: float32"),
+        ({"device": "abacus"}, "engine.device is 'abacus'; allowed: cpu, cuda"),
+        ({"device": "cuda:99"}, r"engine.device is 'cuda:99', torch sees \d+ CUDA"),
+        ({"window_left": -1}, "window_left"),
+        ({"model_dir": Path("nowhere")}, "nowhere"),
+        ({"model_dir": "damaged"}, "header"),
+    ],
+)
+def test_settings_that_cannot_work_end_the_process_with_one_line(
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    changes: dict[str, object],
+    message: str,
+) -> None:
+    if changes.get("model_dir") == "damaged":
+        changes = {"model_dir": damaged(checkpoint.folder, tmp_path / "damaged")}
+    wrong = replace(config(checkpoint.folder, Role.BOTH), **changes)  # type: ignore[arg-type]
+    with pytest.raises(SystemExit) as ended:
+        run_worker(wrong, address=f"ipc://{tmp_path}/worker")
+    assert ended.value.code == 2
+    [line] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert line.startswith("worker worker-0 cannot start: ")
+    assert re.search(message, line)
+    assert "\n" not in line
