@@ -69,6 +69,7 @@ class Supervisor:
             write_settings(stage, self._settings_path(stage))
             self._keepers[stage.name] = asyncio.create_task(self._keep(stage), name=f"keep {stage.name}")
         self._watching = asyncio.create_task(self._watch.run(), name="watch")
+        self._watching.add_done_callback(self._watch_ended)
 
     async def failed(self) -> None:
         """Return never, or raise StageFailed once a stage is beyond restarting."""
@@ -139,6 +140,15 @@ class Supervisor:
             *("--parent", str(os.getpid())),
         ]
 
+    def _watch_ended(self, watching: asyncio.Task[None]) -> None:
+        """Without the watch nobody would see a stage hang: better to end loudly than to go on half blind."""
+        if not watching.cancelled() and (error := watching.exception()) is not None:
+            self._fail(StageFailed(f"the watch over the stages failed: {error!r}"))
+
+    def _fail(self, error: StageFailed) -> None:
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_exception(error)
+
     def _kill_silent(self, name: str, silent_s: float) -> None:
         process = self._processes.get(name)
         if process is not None and process.returncode is None:
@@ -146,12 +156,8 @@ class Supervisor:
             process.kill()
 
     def _give_up(self, stage: Stage, returncode: int, num_exits: int) -> None:
-        assert self._failure is not None
         reason = "refused its settings" if returncode == EXIT_USAGE else f"exited by itself {num_exits} times in a row"
-        if not self._failure.done():
-            self._failure.set_exception(
-                StageFailed(f"{stage.name} {reason} (exit code {returncode}); see its log above")
-            )
+        self._fail(StageFailed(f"{stage.name} {reason} (exit code {returncode}); see its log above"))
 
 
 def _ignore_interrupt() -> None:
