@@ -154,7 +154,7 @@ class Served:
         for k in range(self.model.num_mtp_layers):
             shifted = torch.roll(hidden_TD, -1 - k, 0)
             out = self.model.draft(k, shifted, states_TD, positions, DenseAttention([len(ids)]))
-            rows = torch.arange(start - 1, len(ids) - 2 - k)
+            rows = torch.arange(start - 1, max(start - 1, len(ids) - 2 - k))
             if right and len(rows):
                 hits = self.model.logits(out[rows]).argmax(-1) == ids[rows + 2 + k]
                 drafts[k][0] += int(hits.sum())

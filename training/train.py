@@ -45,7 +45,7 @@ class Mixer:
         self.encode = Encoder()
         self.books = books
         self.longest = 4
-        self.shares = {"image": 14, "video": 4, "audio": 8, "text": 600, "repeat": 4, "count": 1, "small_talk": 1}
+        self.shares = {"image": 14, "video": 4, "audio": 8, "text": 600, "repeat": 4, "count": 2, "small_talk": 1}
         self.pools: dict[str, list[Tensor]] = {}
 
     @property
