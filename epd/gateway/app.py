@@ -7,15 +7,17 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
 from typing import Any
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from epd.config import GatewayConfig
-from epd.errors import DeadlineExceeded, InvalidApiKey, ModelNotFound, Overloaded, ServeError
+from epd.errors import InvalidApiKey, ModelNotFound, ServeError
+from epd.gateway.admission import Admission
+from epd.gateway.body import BodyReader
 from epd.gateway.chat import ChatService
 from epd.gateway.media import Encoder, MediaFetcher, MediaStage
 from epd.gateway.metrics import STAGE_OF_ROLE, GatewayMetrics
@@ -34,6 +36,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # Not a status of HTTP but a custom among servers; it is never sent, only counted.
 _CLIENT_CLOSED_REQUEST = 499
 _STREAM: web.RequestKey[EventStream] = web.RequestKey("stream", EventStream)
+
+# What is left to write after the drain: last events of streams, bodies of refusals.
+_LAST_WORDS_S = 2.0
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -51,22 +56,27 @@ def create_app(
     """The gateway over what is handed in. The channels are opened when the app starts and closed when it stops;
     `fetcher` and `encoder` belong to the caller. Serve it with `start_gateway`, which notices a client that leaves.
     """
+    fleet = Fleet(
+        prefill=prefill, decode=decode, heartbeat_s=config.heartbeat_s, timeout_s=config.worker_timeout_s, clock=clock
+    )
+    metrics = GatewayMetrics(fleet=fleet, encoder_infos=encoder.infos)
+    admission = Admission(
+        max_inflight=config.max_inflight, timeout_s=config.request_timeout_s, on_change=metrics.inflight.set
+    )
     media = MediaStage(
         fetcher=fetcher,
         encoder=encoder,
         processor=renderer.processor,
         clock=clock,
-        restart_wait_s=config.restart_wait_s,
+        # A gateway that stops waits for nobody: what is down then stays down.
+        patience_s=lambda: 0.0 if admission.draining else config.restart_wait_s,
     )
-    fleet = Fleet(
-        prefill=prefill, decode=decode, heartbeat_s=config.heartbeat_s, timeout_s=config.worker_timeout_s, clock=clock
-    )
-    metrics = GatewayMetrics(fleet=fleet, encoder_infos=encoder.infos)
     chat = ChatService(
         config=config, renderer=renderer, media=media, fleet=fleet, metrics=metrics, clock=clock, unix_clock=unix_clock
     )
-    gateway = Gateway(config, chat=chat, fleet=fleet, encoder=encoder, metrics=metrics)
-    app = web.Application(client_max_size=config.max_body_bytes, middlewares=[gateway.edge])
+    gateway = Gateway(config, chat=chat, fleet=fleet, encoder=encoder, metrics=metrics, admission=admission)
+    app = web.Application(middlewares=[gateway.edge])
+    app[_GATEWAY] = gateway
     app.add_routes(gateway.routes())
 
     async def run_stages(_: web.Application) -> AsyncIterator[None]:
@@ -79,12 +89,28 @@ def create_app(
 
 
 async def start_gateway(app: web.Application, *, host: str, port: int) -> tuple[web.AppRunner, int]:
-    """Listen; returns the runner, whose `cleanup` stops everything, and the port (the system's choice for 0)."""
-    # handler_cancellation: a client that leaves ends its request everywhere.
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=10.0)
+    """Listen; returns the runner, whose `cleanup` drains and stops everything, and the port (the system's choice for
+    0)."""
+    runner = _GatewayRunner(
+        app,
+        # A client that leaves ends its request everywhere.
+        handler_cancellation=True,
+        # Compressed bodies are refused by their header; inflating them first would be work for nothing.
+        auto_decompress=False,
+        access_log=None,
+        shutdown_timeout=_LAST_WORDS_S,
+    )
     await runner.setup()
     await web.TCPSite(runner, host, port).start()
     return runner, runner.addresses[0][1]
+
+
+class _GatewayRunner(web.AppRunner):
+    """Answers in flight end before the listening sockets close, so that new requests still hear why not."""
+
+    async def cleanup(self) -> None:
+        await self.app[_GATEWAY].drain()
+        await super().cleanup()
 
 
 class Gateway:
@@ -98,14 +124,21 @@ class Gateway:
         fleet: Fleet,
         encoder: Encoder,
         metrics: GatewayMetrics,
+        admission: Admission,
     ) -> None:
         self._config = config
         self._chat = chat
         self._fleet = fleet
         self._encoder = encoder
         self._metrics = metrics
-        self._num_inflight = 0
+        self._admission = admission
+        self._bodies = BodyReader(max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
         self._created_unix_s = int(chat.unix_clock())
+
+    async def drain(self) -> None:
+        """Refuse what is new, wait for nothing that is down, let answers go on for a while and then end them."""
+        self._fleet.stop_waiting()
+        await self._admission.drain(self._config.drain_s)
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -148,21 +181,28 @@ class Gateway:
         return response
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        with self._admitted():
-            body = parse_body(parse_json(await request.read()))
-            if body.model != self._config.model_name:
-                raise self._unknown_model(body.model)
-            writer = ReplyWriter(
-                completion_id=f"chatcmpl-{uuid.uuid4().hex}",
-                model=self._config.model_name,
-                created_unix_s=int(self._chat.unix_clock()),
-                vocabulary=self._chat.renderer.vocabulary,
-                with_logprobs=bool(body.logprobs),
-            )
-            if body.stream:
-                return await self._stream(request, body, writer)
-            async with self._deadline():
-                return await self._whole(body, writer)
+        async with self._admission.session():
+            # Known to be in vain before the body is read, and looked at again once it is there.
+            self._admission.check()
+            raw = await self._bodies.read(request)
+            with self._admission.place():
+                return await self._complete(request, raw)
+
+    async def _complete(self, request: web.Request, raw: bytearray) -> web.StreamResponse:
+        body = parse_body(parse_json(raw))
+        if body.model != self._config.model_name:
+            raise self._unknown_model(body.model)
+        writer = ReplyWriter(
+            completion_id=f"chatcmpl-{uuid.uuid4().hex}",
+            model=self._config.model_name,
+            created_unix_s=int(self._chat.unix_clock()),
+            vocabulary=self._chat.renderer.vocabulary,
+            with_logprobs=bool(body.logprobs),
+        )
+        if body.stream:
+            return await self._stream(request, body, writer)
+        async with self._admission.deadline():
+            return await self._whole(body, writer)
 
     async def models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [self._model_card()]})
@@ -179,6 +219,8 @@ class Gateway:
 
     async def ready(self, _: web.Request) -> web.Response:
         """200 when every process of every stage takes work, else 503 and why, by stage."""
+        if self._admission.draining:
+            return web.json_response({"status": "draining"}, status=503)
         stages: dict[str, list[str]] = {}
         for role in self._fleet.roles:
             reasons = (worker.why_not_ready() for worker in self._fleet.of_role(role))
@@ -203,7 +245,7 @@ class Gateway:
     async def _stream(self, request: web.Request, body: ChatBody, writer: ReplyWriter) -> web.StreamResponse:
         """A fault before the first event is an ordinary error; after it, the last event (see `_refuse`)."""
         stream = request[_STREAM] = EventStream(request)
-        async with self._deadline():
+        async with self._admission.deadline():
             await self._send_events(stream, body, writer)
         return await stream.finish()
 
@@ -220,29 +262,6 @@ class Gateway:
                     return
                 for chunk in writer.chunks(part):
                     await stream.send(chunk)
-
-    @contextmanager
-    def _admitted(self) -> Iterator[None]:
-        """A place among the requests in flight. Raises Overloaded when there is none: nothing queues without bound."""
-        limit = self._config.max_inflight
-        if self._num_inflight >= limit:
-            raise Overloaded(f"{limit} requests are in flight, which is the limit", retry_after_s=1.0)
-        self._num_inflight += 1
-        self._metrics.inflight.set(self._num_inflight)
-        try:
-            yield
-        finally:
-            self._num_inflight -= 1
-            self._metrics.inflight.set(self._num_inflight)
-
-    @asynccontextmanager
-    async def _deadline(self) -> AsyncGenerator[None, None]:
-        try:
-            async with asyncio.timeout(self._config.request_timeout_s):
-                yield
-        except TimeoutError as error:
-            timeout_s = self._config.request_timeout_s
-            raise DeadlineExceeded(f"the answer was not complete after {timeout_s:g} s") from error
 
     def _check_key(self, request: web.Request) -> None:
         """Raises InvalidApiKey. Every configured key is compared, each in constant time."""
@@ -265,6 +284,9 @@ class Gateway:
             "owned_by": "mimo-epd",
             "max_model_len": self._chat.max_context_tokens,
         }
+
+
+_GATEWAY: web.AppKey[Gateway] = web.AppKey("gateway", Gateway)
 
 
 def _client_left(request: web.Request) -> bool:
@@ -304,15 +326,13 @@ def _answer(problem: Problem, headers: Mapping[str, str] | None = None) -> web.R
 
 
 def _http_problem(request: web.Request, error: web.HTTPException) -> Problem:
-    """What aiohttp itself refuses: no such route, no such method, a body over the limit."""
+    """What aiohttp itself refuses: no such route, no such method."""
     match error:
         case web.HTTPNotFound():
             return Problem(404, "unknown_route", f"there is no route {request.path}")
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(error.allowed_methods))
             return Problem(405, "method_not_allowed", f"{request.path} takes {allowed}, not {request.method}")
-        case web.HTTPRequestEntityTooLarge():
-            return Problem(413, "body_too_large", f"the body is larger than this server takes: {error.text}")
         case _:
             return Problem(error.status, "http_error", error.reason)
 

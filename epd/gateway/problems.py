@@ -76,7 +76,7 @@ class Refused(ServeError):
         self.code = problem.code
 
 
-def parse_json(raw: bytes) -> object:
+def parse_json(raw: bytes | bytearray) -> object:
     """Raises InvalidRequest for anything that is not JSON, NaN and endless nesting included."""
     try:
         # Several times faster than the standard library on bodies that carry media as base64.

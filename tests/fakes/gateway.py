@@ -1,7 +1,7 @@
 """A gateway in this process over fake stages, on a real socket, and the small model description it needs."""
 
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,6 +72,8 @@ class Stack:
     encoder: FakeEncoder
     fetcher: FakeFetcher
     app: Any
+    stop: Callable[[], Awaitable[None]]
+    """What SIGTERM does; may be called before the block ends."""
     headers: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -81,7 +83,8 @@ class Stack:
     async def post(self, body: Any, **options: Any) -> tuple[int, dict[str, Any], Any]:
         """Status, JSON and headers of one completion request."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        async with self.session.post("/v1/chat/completions", data=data, **options) as response:
+        headers = {"Content-Type": "application/json"} | options.pop("headers", {})
+        async with self.session.post("/v1/chat/completions", data=data, headers=headers, **options) as response:
             return response.status, await response.json(), response.headers
 
     async def ask(self, content: Any = "hello", **fields: Any) -> tuple[int, dict[str, Any], Any]:
@@ -137,7 +140,9 @@ async def running_gateway(
     encoder = FakeEncoder()
     fetcher = FakeFetcher({IMAGE_URL: b"image", VIDEO_URL: b"video", AUDIO_URL: b"audio"})
     config = GatewayConfig(
-        model_dir=MODEL_DIR, model_name=MODEL, **{"heartbeat_s": 0.02, "restart_wait_s": 1.0, **settings}
+        model_dir=MODEL_DIR,
+        model_name=MODEL,
+        **{"heartbeat_s": 0.02, "restart_wait_s": 1.0, "drain_s": 1.0, **settings},
     )
     async with AsyncExitStack() as stack:
         for worker in workers:
@@ -154,4 +159,4 @@ async def running_gateway(
         stack.push_async_callback(runner.cleanup)
         url = f"http://127.0.0.1:{port}"
         session = await stack.enter_async_context(aiohttp.ClientSession(url))
-        yield Stack(url, session, network, workers, encoder, fetcher, app)
+        yield Stack(url, session, network, workers, encoder, fetcher, app, runner.cleanup)
