@@ -19,6 +19,7 @@ from epd.errors import InvalidApiKey, ModelNotFound, ServeError
 from epd.gateway.admission import Admission
 from epd.gateway.body import BodyReader
 from epd.gateway.chat import ChatService
+from epd.gateway.connection import ApiServer
 from epd.gateway.media import Encoder, MediaFetcher, MediaStage
 from epd.gateway.metrics import STAGE_OF_ROLE, GatewayMetrics
 from epd.gateway.problems import Problem, internal_problem, parse_json, problem_of
@@ -107,6 +108,9 @@ async def start_gateway(app: web.Application, *, host: str, port: int) -> tuple[
 
 class _GatewayRunner(web.AppRunner):
     """Answers in flight end before the listening sockets close, so that new requests still hear why not."""
+
+    async def _make_server(self) -> web.Server:
+        return ApiServer.like(await super()._make_server())
 
     async def cleanup(self) -> None:
         await self.app[_GATEWAY].drain()
