@@ -77,7 +77,7 @@ class Runner:
         hidden_TD = self._model(hidden_TD, positions_T, attention)
         samples = [step.sample for step in steps if step.sample is not None]
         tokens = iter(self._sample(hidden_TD, sampled_rows, samples))
-        is_sound = iter(torch.isfinite(hidden_TD[self._index(chunk_rows)]).all(dim=-1).tolist())
+        is_sound = iter(torch.isfinite(hidden_TD[self._index(chunk_rows)]).all(dim=-1).tolist() if chunk_rows else ())
         return {step.request_id: _outcome(step, next(is_sound if step.sample is None else tokens)) for step in steps}
 
     def _sample(self, hidden_TD: Tensor, rows: list[int], samples: list[SampleRow]) -> list[SampledToken | None]:

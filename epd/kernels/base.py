@@ -53,7 +53,8 @@ class AttentionContext(Protocol):
 
 
 class KvStorage(Protocol):
-    """The pages of every layer. Window layers and full layers are separate pools with separate page numbers."""
+    """The pages of every layer, contiguous tensors. Window layers and full layers are separate pools with separate page
+    numbers."""
 
     def keys(self, layer_index: int) -> Tensor:
         """Return the layer's key pages, [num_pages, P, K, H]; writes to it are kept."""

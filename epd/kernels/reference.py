@@ -5,17 +5,19 @@ function for equal lengths at a cost that training can bear. Both are differenti
 `PagedAttention` is the same function again, over keys and values kept in pages between forwards.
 
 Shape letters: T tokens over all sequences; B sequences; L tokens per sequence; N query heads; K KV heads; G query heads
-per KV head; H query/key width; V value width; C tokens per window block; M blocks; Q queries and S keys of a read;
-P tokens per page.
+per KV head; H query/key width; V value width; C tokens per window block; M blocks; Q queries and S keys of a read; R
+queries of all heads of a group; P tokens per page; D either width.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from epd.kernels.base import AttentionSpec, KvStorage, PagedSequence
 
@@ -64,24 +66,51 @@ class BatchedDenseAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
-    """Queries that are answered together: their rows in T and their positions, [B, Q], and the pages they see.
+class _Chunk:
+    """Queries of one sequence that are read together: `num_queries` rows from `row` on, at positions from
+    `query_start` on, over the keys [key_start, query_start + num_queries)."""
 
-    `pages` [B, num_pages] begins at position `key_start` [B]; its padding comes after every query, so is never visible.
+    sequence: int
+    row: int
+    num_queries: int
+    query_start: int
+    key_start: int
+
+    @property
+    def num_keys(self) -> int:
+        return self.query_start + self.num_queries - self.key_start
+
+
+class _Read:
+    """Chunks that are answered together.
+
+    `rows` are the queries' rows in T, [B, Q], None when they are all of T in order. `slots` [B, S] are the places of
+    the keys in the pool, counted in tokens. `visible` [B, Q, S] is None where every query sees every key.
     """
 
-    rows: Tensor
-    query_position: Tensor
-    pages: Tensor
-    key_start: Tensor
+    def __init__(self, slots: Tensor, num_queries: int, *, rows: Tensor | None, visible: Tensor | None) -> None:
+        self.shape = slots.shape[0], num_queries
+        self.rows = rows
+        self.visible = visible
+        self.hidden = None if visible is None else ~visible[:, None, None]
+        self._slots = slots
+        self._index: dict[int, Tensor] = {}
+
+    def gather(self, pages: Tensor) -> Tensor:
+        """Return [B, K, S, D] of a layer's pages [num_pages, P, K, D]."""
+        num_heads, width = pages.shape[2:]
+        if num_heads not in self._index:
+            head_K1 = torch.arange(num_heads, device=self._slots.device)[:, None]
+            self._index[num_heads] = (self._slots[:, None] * num_heads + head_K1).flatten()
+        rows = pages.view(-1, width).index_select(0, self._index[num_heads])
+        return rows.view(self._slots.shape[0], num_heads, -1, width)
 
 
 class PagedAttention:
     """Causal attention of each sequence's new tokens over its pages, where they are stored first. Not differentiable.
 
     T lays out the sequences' new tokens one sequence after the other. A sequence's result does not depend on its batch
-    mates, but for the rounding of sums of different padded lengths. Page entries and slots that hold nothing yet may
-    have any content, NaN included.
+    mates, but for the rounding of sums of different padded lengths. Slots that hold nothing yet are never read.
     """
 
     def __init__(self, sequences: Sequence[PagedSequence], storage: KvStorage, *, page_size: int) -> None:
@@ -89,21 +118,24 @@ class PagedAttention:
         self._storage = storage
         self._page_size = page_size
         self._reads: dict[int | None, list[_Read]] = {}
-        rows, full, window = [], [], []
-        first_row = 0
-        for sequence in self._sequences:
-            device = sequence.full_pages.device
-            position = torch.arange(sequence.num_new, device=device) + sequence.num_context
-            page, offset = position // page_size, position % page_size
-            window.append(torch.stack([sequence.window_pages[page - sequence.window_start_page], offset]))
-            if sequence.write_full:
-                rows.append(torch.arange(sequence.num_new, device=device) + first_row)
-                full.append(torch.stack([sequence.full_pages[page], offset]))
-            first_row += sequence.num_new
-        self._num_rows = first_row
-        # Where the new tokens go: their rows in T (None for all), their pages and their offsets in them.
-        self._window_write = None, torch.cat(window, dim=1)
-        self._full_write = (torch.cat(rows), torch.cat(full, dim=1)) if rows else None
+        self._device = self._sequences[0].full_pages.device
+        self._full_table = pad_sequence([sequence.full_pages for sequence in self._sequences], batch_first=True)
+        self._window_table = pad_sequence([sequence.window_pages for sequence in self._sequences], batch_first=True)
+        self._window_start_page = self._tensor([sequence.window_start_page for sequence in self._sequences])
+        num_new = [sequence.num_new for sequence in self._sequences]
+        self._num_rows = sum(num_new)
+        sequence_T = torch.repeat_interleave(
+            torch.arange(len(num_new), device=self._device), self._tensor(num_new), output_size=self._num_rows
+        )
+        starts = [s.num_context - row for s, row in zip(self._sequences, _running_sum(num_new), strict=True)]
+        position_T = torch.arange(self._num_rows, device=self._device) + self._tensor(starts)[sequence_T]
+        # Where the new tokens go: their rows in T (None for all) and their slots.
+        self._window_write = None, self._slots(sequence_T, position_T, is_window=True)
+        self._full_write: tuple[Tensor | None, Tensor] = None, self._slots(sequence_T, position_T, is_window=False)
+        if not all(sequence.write_full for sequence in self._sequences):
+            writes_B = self._tensor([sequence.write_full for sequence in self._sequences])
+            rows = writes_B[sequence_T].nonzero().flatten()
+            self._full_write = rows, self._full_write[1][rows]
 
     @torch.no_grad()
     def attend(self, spec: AttentionSpec, q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor, sink_N: Tensor | None) -> Tensor:
@@ -111,28 +143,28 @@ class PagedAttention:
         if q_TNH.shape[0] != self._num_rows:
             raise ValueError(f"{q_TNH.shape[0]} query rows for sequences of {self._num_rows} new tokens together")
         keys, values = self._storage.keys(spec.index), self._storage.values(spec.index)
-        write = self._window_write if spec.is_window else self._full_write
-        if write is not None:
-            rows, (page, offset) = write
-            keys[page, offset] = (k_TKH if rows is None else k_TKH[rows]).to(keys.dtype)
-            values[page, offset] = (v_TKV if rows is None else v_TKV[rows]).to(values.dtype)
+        rows, slots = self._window_write if spec.is_window else self._full_write
+        for pages, new in ((keys, k_TKH), (values, v_TKV)):
+            new = (new if rows is None else new[rows]).to(pages.dtype)
+            pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, new)
+        reads = self._reads_of(spec.window_left)
+        if len(reads) == 1 and reads[0].rows is None:
+            q_BQNH = q_TNH.view(*reads[0].shape, *q_TNH.shape[1:])
+            return self._answer(spec, reads[0], q_BQNH, keys, values, sink_N).flatten(0, 1)
         out_TNV = q_TNH.new_empty((*q_TNH.shape[:2], spec.v_dim))
-        for read in self._reads_of(spec.window_left):
-            k_BSKH = keys[read.pages].flatten(1, 2).to(q_TNH.dtype)
-            v_BSKV = values[read.pages].flatten(1, 2).to(q_TNH.dtype)
-            key_position_BS = read.key_start[:, None] + torch.arange(k_BSKH.shape[1], device=q_TNH.device)
-            visible_BQS = visible_keys(read.query_position, key_position_BS, spec.window_left)
-            # What lies beyond the sequence has probability zero, but zero times NaN would still be NaN.
-            is_unseen = ~visible_BQS.any(dim=1)[..., None, None]
-            k_BSKH.masked_fill_(is_unseen, 0.0)
-            v_BSKV.masked_fill_(is_unseen, 0.0)
-            q_BQNH = q_TNH[read.rows]
-            if sink_N is None and q_BQNH.shape[1] > 1:
-                out_BQNV = fused_attention(q_BQNH, k_BSKH, v_BSKV, visible_BQS, scale=spec.scale)
-            else:
-                out_BQNV = softmax_attention(spec, q_BQNH, k_BSKH, v_BSKV, visible_BQS, sink_N)
-            out_TNV[read.rows] = out_BQNV
+        for read in reads:
+            out_TNV[read.rows] = self._answer(spec, read, q_TNH[read.rows], keys, values, sink_N)
         return out_TNV
+
+    @staticmethod
+    def _answer(
+        spec: AttentionSpec, read: _Read, q_BQNH: Tensor, keys: Tensor, values: Tensor, sink_N: Tensor | None
+    ) -> Tensor:
+        k_BKSH, v_BKSV = read.gather(keys).to(q_BQNH.dtype), read.gather(values).to(q_BQNH.dtype)
+        if sink_N is None and read.visible is not None and q_BQNH.shape[1] > 1:
+            k_BSKH, v_BSKV = k_BKSH.transpose(1, 2), v_BKSV.transpose(1, 2)
+            return fused_attention(q_BQNH, k_BSKH, v_BSKV, read.visible, scale=spec.scale)
+        return _grouped_attention(spec, q_BQNH, k_BKSH, v_BKSV, read.hidden, sink_N)
 
     def _reads_of(self, window_left: int | None) -> list[_Read]:
         """Return the reads of all layers with this reach; made once per forward."""
@@ -141,50 +173,99 @@ class PagedAttention:
         return self._reads[window_left]
 
     def _plan_reads(self, window_left: int | None) -> list[_Read]:
-        """Cut the queries into reads of like shape: equal query counts, page counts within a factor of two."""
-        alike: dict[tuple[int, int], list[tuple[int, int, int, Tensor]]] = defaultdict(list)
-        first_row = 0
-        for sequence in self._sequences:
+        """Cut the queries into reads of like shape: equal query counts, key counts within a factor of two."""
+        alike: dict[tuple[int, int], list[_Chunk]] = defaultdict(list)
+        row = 0
+        for index, sequence in enumerate(self._sequences):
             for start in range(0, sequence.num_new, _MAX_QUERIES):
                 num_queries = min(_MAX_QUERIES, sequence.num_new - start)
                 query_start = sequence.num_context + start
-                first_page, pages = self._visible_pages(sequence, window_left, query_start, query_start + num_queries)
-                key = num_queries, pages.shape[0].bit_length()
-                alike[key].append((first_row + start, query_start, first_page * self._page_size, pages))
-            first_row += sequence.num_new
+                key_start = self._first_key(sequence, window_left, query_start)
+                chunk = _Chunk(index, row + start, num_queries, query_start, key_start)
+                alike[num_queries, chunk.num_keys.bit_length()].append(chunk)
+            row += sequence.num_new
         reads = []
-        for (num_queries, length_class), items in alike.items():
-            scores_each = num_queries * (self._page_size << length_class)
-            step = max(1, _MAX_SCORES // scores_each)
-            reads += [_read(items[i : i + step], num_queries) for i in range(0, len(items), step)]
+        for (num_queries, length_class), chunks in alike.items():
+            step = max(1, _MAX_SCORES // (num_queries << length_class))
+            reads += [self._read(chunks[i : i + step], window_left) for i in range(0, len(chunks), step)]
         return reads
 
-    def _visible_pages(
-        self, sequence: PagedSequence, window_left: int | None, query_start: int, query_stop: int
-    ) -> tuple[int, Tensor]:
-        """Return the first logical page that queries [query_start, query_stop) see, and the pages from it on."""
-        stop = -(-query_stop // self._page_size)
+    def _first_key(self, sequence: PagedSequence, window_left: int | None, query_start: int) -> int:
+        """Return the first position that queries from `query_start` on see."""
         if window_left is None:
-            return 0, sequence.full_pages[:stop]
-        needed = max(0, query_start - window_left) // self._page_size
-        held = sequence.window_start_page
-        if needed < held and sequence.write_full:
-            raise ValueError(f"position {query_start} sees window page {needed}, the sequence holds {held} and later")
-        first = max(needed, held)
-        return first, sequence.window_pages[first - held : stop - held]
+            return 0
+        needed, held = max(0, query_start - window_left), sequence.window_start_page
+        if needed // self._page_size < held and sequence.write_full:
+            raise ValueError(
+                f"position {query_start} sees window page {needed // self._page_size}, the sequence holds {held} "
+                "and later"
+            )
+        return max(needed, held * self._page_size)
+
+    def _read(self, chunks: Sequence[_Chunk], window_left: int | None) -> _Read:
+        num_queries = chunks[0].num_queries
+        num_keys = max(chunk.num_keys for chunk in chunks)
+        if num_queries > 1:
+            # Fused kernels like lengths of a multiple of eight.
+            num_keys = -(-num_keys // 8) * 8
+        all_B4 = self._tensor([(chunk.sequence, chunk.row, chunk.query_start, chunk.key_start) for chunk in chunks])
+        sequence_B1, row_B1, query_start_B1, key_start_B1 = torch.split(all_B4, 1, dim=1)
+        query_Q = torch.arange(num_queries, device=self._device)
+        position_BQ = query_start_B1 + query_Q
+        key_position_BS = key_start_B1 + torch.arange(num_keys, device=self._device)
+        # Padding reads the newest key again: what lies beyond may be anything, and zero times NaN would still be NaN.
+        slots_BS = self._slots(
+            sequence_B1, torch.minimum(key_position_BS, position_BQ[:, -1:]), is_window=window_left is not None
+        )
+        sees_all = num_queries == 1 and all(chunk.num_keys == num_keys for chunk in chunks)
+        return _Read(
+            slots_BS,
+            num_queries,
+            rows=None if len(chunks) * num_queries == self._num_rows else row_B1 + query_Q,
+            visible=None if sees_all else visible_keys(position_BQ, key_position_BS, window_left),
+        )
+
+    def _slots(self, sequence: Tensor, position: Tensor, *, is_window: bool) -> Tensor:
+        """Return where the pool of full or window pages keeps these positions of these sequences (broadcast)."""
+        page = position // self._page_size
+        if is_window:
+            number = self._window_table[sequence, page - self._window_start_page[sequence]]
+        else:
+            number = self._full_table[sequence, page]
+        return number * self._page_size + position % self._page_size
+
+    def _tensor(self, values: Sequence[object]) -> Tensor:
+        return torch.tensor(values, device=self._device)
 
 
-def _read(items: Sequence[tuple[int, int, int, Tensor]], num_queries: int) -> _Read:
-    """Join (first row, first query position, first key position, pages) of reads of like shape."""
-    pages_BM = torch.nn.utils.rnn.pad_sequence([pages for *_, pages in items], batch_first=True)
-    starts_B3 = torch.tensor([item[:3] for item in items], device=pages_BM.device)
-    query_Q = torch.arange(num_queries, device=pages_BM.device)
-    return _Read(
-        rows=starts_B3[:, :1] + query_Q,
-        query_position=starts_B3[:, 1:2] + query_Q,
-        pages=pages_BM,
-        key_start=starts_B3[:, 2],
-    )
+def _running_sum(counts: Sequence[int]) -> list[int]:
+    """Return the sum of the counts before each."""
+    return [0, *accumulate(counts)][: len(counts)]
+
+
+def _grouped_attention(
+    spec: AttentionSpec, q_BQNH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, hidden: Tensor | None, sink_N: Tensor | None
+) -> Tensor:
+    """`softmax_attention` as two batched matrix products, over keys and values that lie head by head.
+
+    `hidden` [B, 1, 1, Q, S] is true where a query does not see a key, None where every query sees every key.
+    """
+    batch, num_queries = q_BQNH.shape[:2]
+    num_kv_heads, groups = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads
+    q_BKGQH = torch.unflatten(q_BQNH * spec.scale, 2, (num_kv_heads, groups)).permute(0, 2, 3, 1, 4)
+    q_BKRH = q_BKGQH.reshape(batch, num_kv_heads, groups * num_queries, spec.qk_dim)
+    score_BKRS = torch.matmul(q_BKRH, k_BKSH.transpose(2, 3)).float()
+    score_BKGQS = score_BKRS.view(batch, num_kv_heads, groups, num_queries, -1)
+    if hidden is not None:
+        score_BKGQS = score_BKGQS.masked_fill_(hidden, float("-inf"))
+    if sink_N is not None:
+        sink_KG = sink_N.float().view(1, num_kv_heads, groups, 1, 1)
+        score_BKGQS = torch.cat([score_BKGQS, sink_KG.expand(batch, -1, -1, num_queries, 1)], dim=-1)
+    prob_BKGQS = score_BKGQS.softmax(dim=-1).to(v_BKSV.dtype)
+    if sink_N is not None:
+        prob_BKGQS = prob_BKGQS[..., :-1]
+    out_BKRV = torch.matmul(prob_BKGQS.flatten(2, 3), v_BKSV)
+    return out_BKRV.view(batch, num_kv_heads, groups, num_queries, -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def visible_keys(query_position: Tensor, key_position: Tensor, window_left: int | None) -> Tensor:

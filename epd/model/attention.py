@@ -45,9 +45,10 @@ class Attention(nn.Module):
     def forward(self, hidden_TD: Tensor, table: Rotation, context: AttentionContext) -> Tensor:
         """Return [T, D]. `table` is the rotation of the layer's own theta at the tokens' positions."""
         layer = self.layer
-        q, k, v = torch.split(F.linear(hidden_TD, self.qkv_proj), list(layer.qkv_rows), dim=-1)
-        q_TNH = rotate(torch.unflatten(q, -1, (layer.num_heads, layer.qk_dim)), table)
-        k_TKH = rotate(torch.unflatten(k, -1, (layer.num_kv_heads, layer.qk_dim)), table)
+        num_qk = layer.num_heads + layer.num_kv_heads
+        qk, v = torch.split(F.linear(hidden_TD, self.qkv_proj), [num_qk * layer.qk_dim, layer.qkv_rows[2]], dim=-1)
+        turned = rotate(torch.unflatten(qk, -1, (num_qk, layer.qk_dim)), table)
+        q_TNH, k_TKH = torch.split(turned, [layer.num_heads, layer.num_kv_heads], dim=1)
         # Scaled here, once: caches hold the scaled value.
         v_TKV = torch.unflatten(v, -1, (layer.num_kv_heads, layer.v_dim)) * self._value_scale
         out_TNV = context.attend(self._spec, q_TNH, k_TKH, v_TKV, self.sink)

@@ -61,8 +61,10 @@ class Moe(nn.Module):
         """Return the output [T, D] and how many tokens each expert was given, int64 [E]."""
         choice_TA, weight_TA = self.route(hidden_TD)
         expert_of_row = choice_TA.flatten()
-        order = expert_of_row.argsort(stable=True)
         counts_E = torch.bincount(expert_of_row, minlength=self._config.num_experts)
+        if hidden_TD.shape[0] == 1 and not torch.is_grad_enabled():
+            return self._one_token(hidden_TD, choice_TA[0].tolist(), weight_TA[0]), counts_E
+        order = expert_of_row.argsort(stable=True)
         token_of_row = order // self._config.num_experts_per_token
         rows = torch.split(hidden_TD.index_select(0, token_of_row), counts_E.tolist())
         # unbind, not indexing: the backward of one index fills a zero tensor as large as all experts.
@@ -71,6 +73,11 @@ class Moe(nn.Module):
         weighted = out_rows.float() * weight_TA.flatten().index_select(0, order)[:, None]
         out_TD = torch.zeros(hidden_TD.shape, dtype=torch.float32, device=hidden_TD.device)
         return out_TD.index_add(0, token_of_row, weighted).to(hidden_TD.dtype), counts_E
+
+    def _one_token(self, hidden_1D: Tensor, choice_A: list[int], weight_A: Tensor) -> Tensor:
+        """A decode step of one sequence: nothing to sort."""
+        out_AD = torch.cat([_swiglu(hidden_1D, self.gate_up[expert], self.down[expert]) for expert in choice_A])
+        return (out_AD.float() * weight_A[:, None]).sum(dim=0, keepdim=True).to(hidden_1D.dtype)
 
     def route(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return each token's experts, int64 [T, A], and their weights, fp32 [T, A].

@@ -44,6 +44,15 @@ def test_output_and_gradients_equal_token_by_token(num_tokens: int) -> None:
         torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-3)
 
 
+@torch.no_grad()
+def test_one_token_without_gradients_equals_token_by_token() -> None:
+    moe = moe_of()
+    hidden = random_hidden(1)
+    out, counts = moe(hidden)
+    torch.testing.assert_close(out, token_by_token(moe, hidden), atol=1e-5, rtol=1e-4)
+    assert counts.sum() == 2
+
+
 def test_correction_bias_chooses_and_does_not_weigh() -> None:
     moe = moe_of()
     hidden = random_hidden(20)

@@ -31,3 +31,11 @@ def test_scores_depend_on_distance_alone() -> None:
         for start in (0, 100)
     ]  # fmt: skip
     torch.testing.assert_close(scores[0], scores[1], atol=1e-4, rtol=1e-4)
+
+
+def test_tables_first_made_in_inference_mode_serve_training() -> None:
+    x = torch.randn(3, 2, 8, requires_grad=True)
+    with torch.inference_mode():
+        rotation(torch.arange(3), theta=77.0, rotary_dim=8)
+    rotate(x, rotation(torch.arange(3), theta=77.0, rotary_dim=8)).sum().backward()
+    assert x.grad is not None
