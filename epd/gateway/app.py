@@ -7,7 +7,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -17,22 +17,23 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from epd.config import GatewayConfig
 from epd.errors import InvalidApiKey, ModelNotFound, ServeError
 from epd.gateway.admission import Admission
-from epd.gateway.body import BodyReader
+from epd.gateway.body import SMALL_BODY_BYTES, BodyReader
 from epd.gateway.chat import ChatService
 from epd.gateway.connection import ApiServer
 from epd.gateway.media import Encoder, MediaFetcher, MediaStage
 from epd.gateway.metrics import STAGE_OF_ROLE, GatewayMetrics
-from epd.gateway.problems import Problem, internal_problem, parse_json, problem_of
+from epd.gateway.problems import Problem, internal_problem, problem_of
 from epd.gateway.render import Renderer
-from epd.gateway.reply import AnswerEnd, ReplyWriter
-from epd.gateway.schema import ChatBody, parse_body
+from epd.gateway.reply import AnswerEnd, AnswerPart, ReplyWriter
 from epd.gateway.sse import ANSWER_HEADERS, EventStream
+from epd.gateway.validation import read_chat_body, shown
 from epd.router.workers import Fleet
 from epd.transport.base import Channel
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Answer = AsyncGenerator[AnswerPart | AnswerEnd, None]
 
 # Not a status of HTTP but a custom among servers; it is never sent, only counted.
 _CLIENT_CLOSED_REQUEST = 499
@@ -193,7 +194,11 @@ class Gateway:
                 return await self._complete(request, raw)
 
     async def _complete(self, request: web.Request, raw: bytearray) -> web.StreamResponse:
-        body = parse_body(parse_json(raw))
+        num_bytes = len(raw)
+        if num_bytes <= SMALL_BODY_BYTES:
+            body = read_chat_body(raw, self._config)
+        else:
+            body = await asyncio.to_thread(read_chat_body, raw, self._config)
         if body.model != self._config.model_name:
             raise self._unknown_model(body.model)
         writer = ReplyWriter(
@@ -203,10 +208,12 @@ class Gateway:
             vocabulary=self._chat.renderer.vocabulary,
             with_logprobs=bool(body.logprobs),
         )
+        parts = self._chat.answer(body, writer.completion_id, num_body_bytes=num_bytes)
         if body.stream:
-            return await self._stream(request, body, writer)
+            include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+            return await self._stream(request, parts, writer, include_usage=include_usage)
         async with self._admission.deadline():
-            return await self._whole(body, writer)
+            return await self._whole(parts, writer)
 
     async def models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [self._model_card()]})
@@ -238,24 +245,27 @@ class Gateway:
     async def metrics_text(self, _: web.Request) -> web.Response:
         return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    async def _whole(self, body: ChatBody, writer: ReplyWriter) -> web.Response:
-        async with aclosing(self._chat.answer(body, writer.completion_id)) as parts:
+    async def _whole(self, answer: Answer, writer: ReplyWriter) -> web.Response:
+        async with aclosing(answer) as parts:
             async for part in parts:
                 if isinstance(part, AnswerEnd):
                     return web.json_response(writer.message(part), dumps=_dumps)
                 writer.add(part)
         raise RuntimeError("an answer ended without its end")
 
-    async def _stream(self, request: web.Request, body: ChatBody, writer: ReplyWriter) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, answer: Answer, writer: ReplyWriter, *, include_usage: bool
+    ) -> web.StreamResponse:
         """A fault before the first event is an ordinary error; after it, the last event (see `_refuse`)."""
         stream = request[_STREAM] = EventStream(request)
         async with self._admission.deadline():
-            await self._send_events(stream, body, writer)
+            await self._send_events(stream, answer, writer, include_usage=include_usage)
         return await stream.finish()
 
-    async def _send_events(self, stream: EventStream, body: ChatBody, writer: ReplyWriter) -> None:
-        include_usage = body.stream_options is not None and body.stream_options.include_usage
-        async with aclosing(self._chat.answer(body, writer.completion_id)) as parts:
+    async def _send_events(
+        self, stream: EventStream, answer: Answer, writer: ReplyWriter, *, include_usage: bool
+    ) -> None:
+        async with aclosing(answer) as parts:
             async for part in parts:
                 if stream.response is None:
                     await stream.send(writer.first_chunk())
@@ -278,7 +288,9 @@ class Gateway:
             raise InvalidApiKey("missing or wrong API key; send it as: Authorization: Bearer KEY")
 
     def _unknown_model(self, name: str) -> ModelNotFound:
-        return ModelNotFound(f"model {name!r} is not served here; served: {self._config.model_name!r}", param="model")
+        return ModelNotFound(
+            f"model {shown(name)} is not served here; served: {shown(self._config.model_name)}", param="model"
+        )
 
     def _model_card(self) -> dict[str, Any]:
         return {

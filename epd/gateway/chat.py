@@ -26,8 +26,8 @@ from epd.gateway.schema import ChatBody
 from epd.router.workers import Fleet
 from epd.types import FinishReason, GenerateRequest, SamplingParams, TokenLogprob, Usage
 
-# Templates and tokenizers of longer conversations run on a thread, so that other requests do not feel them.
-_INLINE_RENDER_CHARS = 16_384
+# Templates and tokenizers of longer requests run on a thread, so that other requests do not feel them.
+_INLINE_RENDER_BYTES = 16 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +42,18 @@ class ChatService:
     clock: Callable[[], float]
     unix_clock: Callable[[], float]
 
-    async def answer(self, body: ChatBody, request_id: str) -> AsyncGenerator[AnswerPart | AnswerEnd, None]:
-        """The answer's parts, then its end. `request_id` is unique. Closing the iterator early cancels the request
-        everywhere. Raises ServeError."""
+    async def answer(
+        self, body: ChatBody, request_id: str, *, num_body_bytes: int
+    ) -> AsyncGenerator[AnswerPart | AnswerEnd, None]:
+        """The answer's parts, then its end. `request_id` is unique, `num_body_bytes` what the body was read from.
+        Closing the iterator early cancels the request everywhere. Raises ServeError."""
         started_s, arrival_unix_s = self.clock(), self.unix_clock()
         deadline_unix_s = arrival_unix_s + self.config.request_timeout_s
-        conversation = read_conversation(body, self.renderer.vocabulary.guard)
-        prompt = await self._render(conversation)
+        if num_body_bytes <= _INLINE_RENDER_BYTES:
+            conversation, prompt = self._render(body)
+        else:
+            conversation, prompt = await asyncio.to_thread(self._render, body)
+        self._check_length(prompt)
         async with self.media.open(conversation.media, deadline_unix_s=deadline_unix_s) as media:
             self._count_media(conversation, started_s)
             assembled = self.renderer.assemble(prompt, media.layouts)
@@ -96,20 +101,18 @@ class ChatService:
             restart_wait_s=self.config.restart_wait_s,
         )
 
-    async def _render(self, conversation: Conversation) -> Prompt:
-        num_chars = sum(len(str(message["content"])) for message in conversation.messages)
-        if num_chars <= _INLINE_RENDER_CHARS:
-            prompt = self.renderer.render(conversation)
-        else:
-            prompt = await asyncio.to_thread(self.renderer.render, conversation)
-        # Refused before anything is fetched: the text alone is too long already.
+    def _render(self, body: ChatBody) -> tuple[Conversation, Prompt]:
+        conversation = read_conversation(body, self.renderer.vocabulary.guard)
+        return conversation, self.renderer.render(conversation)
+
+    def _check_length(self, prompt: Prompt) -> None:
+        """Raises ContextTooLong before anything is fetched when the text alone is too long already."""
         if prompt.num_text_tokens >= self.max_context_tokens:
             raise ContextTooLong(
                 f"the text of the prompt has {prompt.num_text_tokens} tokens; this model's context is "
                 f"{self.max_context_tokens} tokens, answer included",
                 param="messages",
             )
-        return prompt
 
     @property
     def max_context_tokens(self) -> int:
@@ -139,7 +142,7 @@ class ChatService:
             # Without a seed every request draws its own.
             seed=secrets.randbits(63) if body.seed is None else body.seed,
             stop_token_ids=() if body.ignore_eos else self.renderer.eos_token_ids,
-            ignore_eos=body.ignore_eos,
+            ignore_eos=bool(body.ignore_eos),
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
 

@@ -3,6 +3,7 @@
 Every string of the client passes through `guard`, so that the template's output keeps it apart from special tokens.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +59,7 @@ def read_conversation(body: ChatBody, guard: Guard) -> Conversation:
     return Conversation(
         messages=messages,
         tools=[_guarded(tool.model_dump(exclude_none=True), guard) for tool in tools] if tools else None,
-        tool_schemas={tool.function.name: tool.function.parameters for tool in tools} if tools else None,
+        tool_schemas={tool.function.name: tool.function.parameters or {} for tool in tools} if tools else None,
         options=_options(body),
         media=tuple(media),
     )
@@ -84,7 +85,8 @@ def _message(message: Message, path: str, guard: Guard, media: list[MediaPart]) 
                 "tool_call_id": guard(message.tool_call_id),
             }
         case _:
-            return {"role": message.role, "content": guard(_text(message.content))}
+            role = "system" if message.role == "developer" else message.role
+            return {"role": role, "content": guard(_text(message.content))}
 
 
 def _text(content: str | list[Any]) -> str:
@@ -167,7 +169,9 @@ def _arguments(text: str, path: str, guard: Guard) -> Any:
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"{param} is no JSON: {error}", param=param) from error
     if not isinstance(arguments, dict):
-        raise InvalidRequest(f"{param} is {text[:80]!r}; it must be a JSON object", param=param)
+        raise InvalidRequest(
+            f"{param} is {json.dumps(text[:80], ensure_ascii=False)}; it must be a JSON object", param=param
+        )
     return _guarded(arguments, guard)
 
 

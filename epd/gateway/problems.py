@@ -1,5 +1,6 @@
 """Any error a request can meet, as an HTTP status and an OpenAI error object. The only place where the two meet."""
 
+import codecs
 import json
 import logging
 import math
@@ -77,10 +78,11 @@ class Refused(ServeError):
 
 
 def parse_json(raw: bytes | bytearray) -> object:
-    """Raises InvalidRequest for anything that is not JSON, NaN and endless nesting included."""
+    """Raises InvalidRequest for anything that is not JSON, NaN and endless nesting included. A byte order mark is no
+    fault."""
     try:
         # Several times faster than the standard library on bodies that carry media as base64.
-        return msgspec.json.decode(raw)
+        return msgspec.json.decode(raw.removeprefix(codecs.BOM_UTF8))
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"the body is not UTF-8: {error.reason} at byte {error.start}") from error
     except (msgspec.DecodeError, RecursionError) as error:

@@ -6,15 +6,24 @@ Fields whose other values are not supported are typed with the values that are: 
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from epd.errors import InvalidRequest
-
-# Loc elements that pydantic adds for a union; they name no field of the body.
-_TAG = "~"
-
+TAG = "~"
+"""Begins the elements that pydantic adds to a location for a union; they name no field of the body."""
 
 LOW_DETAIL_PIXELS = 512 * 512
+
+
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+"""What travels to other processes must fit their integers; whether it makes sense is judged with the medium."""
+
+
+class Conflict(ValueError):
+    """Two fields do not go together; `param` is the one to change."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class _Shape(BaseModel):
@@ -26,18 +35,18 @@ class ImageUrl(_Shape):
 
     url: str
     detail: Literal["auto", "low", "high"] | None = None
-    min_pixels: int | None = None
-    max_pixels: int | None = None
+    min_pixels: Int32 | None = None
+    max_pixels: Int32 | None = None
 
 
 class VideoUrl(_Shape):
     url: str
     fps: float | None = None
-    max_frames: int | None = None
-    min_frames: int | None = None
-    num_frames: int | None = None
-    min_pixels: int | None = None
-    max_pixels: int | None = None
+    max_frames: Int32 | None = None
+    min_frames: Int32 | None = None
+    num_frames: Int32 | None = None
+    min_pixels: Int32 | None = None
+    max_pixels: Int32 | None = None
     use_audio: bool | None = None
 
 
@@ -81,22 +90,33 @@ Part = Annotated[TextPart | ImagePart | VideoPart | AudioPart | InputAudioPart, 
 
 
 def _content_kind(value: object) -> str:
-    return f"{_TAG}parts" if isinstance(value, list | tuple) else f"{_TAG}text"
+    return f"{TAG}parts" if isinstance(value, list | tuple) else f"{TAG}text"
 
 
-_String = Annotated[str, Tag(f"{_TAG}text")]
-TextContent = Annotated[_String | Annotated[list[TextPart], Tag(f"{_TAG}parts")], Discriminator(_content_kind)]
+_String = Annotated[str, Tag(f"{TAG}text")]
+TextContent = Annotated[
+    _String | Annotated[list[TextPart], Field(fail_fast=True), Tag(f"{TAG}parts")], Discriminator(_content_kind)
+]
 MediaContent = Annotated[
-    _String | Annotated[list[Part], Field(min_length=1), Tag(f"{_TAG}parts")], Discriminator(_content_kind)
+    _String | Annotated[list[Part], Field(fail_fast=True, min_length=1), Tag(f"{TAG}parts")],
+    Discriminator(_content_kind),
 ]
 
 
-class SystemMessage(_Shape):
-    role: Literal["system"]
+class _Message(_Shape):
+    """`name` tells people apart for other servers; this model's prompt has no place for it."""
+
+    name: str | None = None
+
+
+class SystemMessage(_Message):
+    """`developer` is another word for system."""
+
+    role: Literal["system", "developer"]
     content: TextContent
 
 
-class UserMessage(_Shape):
+class UserMessage(_Message):
     role: Literal["user"]
     content: MediaContent
 
@@ -112,17 +132,17 @@ class CallOfTool(_Shape):
     function: FunctionCall
 
 
-class AssistantMessage(_Shape):
+class AssistantMessage(_Message):
     """A turn of the model, as a client sends it back. The fields typed None are those the SDK echoes empty."""
 
     role: Literal["assistant"]
     content: TextContent | None = None
     reasoning_content: str | None = None
-    tool_calls: list[CallOfTool] | None = None
+    tool_calls: Annotated[list[CallOfTool], Field(fail_fast=True)] | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
-    annotations: list[None] | None = None
+    annotations: Annotated[list[None], Field(fail_fast=True)] | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> "AssistantMessage":
@@ -131,7 +151,7 @@ class AssistantMessage(_Shape):
         return self
 
 
-class ToolMessage(_Shape):
+class ToolMessage(_Message):
     role: Literal["tool"]
     content: TextContent
     tool_call_id: str
@@ -145,7 +165,7 @@ class FunctionDefinition(_Shape):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
-    parameters: dict[str, Any] = Field(default_factory=dict)
+    parameters: dict[str, Any] | None = None
     strict: Literal[False] | None = None
 
 
@@ -155,7 +175,7 @@ class Tool(_Shape):
 
 
 class StreamOptions(_Shape):
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class ResponseFormat(_Shape):
@@ -174,19 +194,19 @@ class ChatBody(_Shape):
     """POST /v1/chat/completions."""
 
     model: str
-    messages: Annotated[list[Message], Field(min_length=1)]
-    stream: bool = False
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=1)] | None = None
+    top_k: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: (
         Annotated[
-            Annotated[_StopString, Tag(f"{_TAG}text")]
-            | Annotated[list[_StopString], Field(max_length=16), Tag(f"{_TAG}parts")],
+            Annotated[_StopString, Tag(f"{TAG}text")]
+            | Annotated[list[_StopString], Field(fail_fast=True, max_length=16), Tag(f"{TAG}parts")],
             Discriminator(_content_kind),
         ]
         | None
@@ -194,31 +214,41 @@ class ChatBody(_Shape):
     n: Literal[1] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     response_format: ResponseFormat | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     chat_template_kwargs: ChatTemplateKwargs | None = None
     reasoning_effort: Literal["none"] | None = None
     frequency_penalty: Literal[0] | None = None
     presence_penalty: Literal[0] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, min_length=1)] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> "ChatBody":
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            raise ValueError(
-                f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens}; give one"
+            raise Conflict(
+                "max_completion_tokens",
+                f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens}; give one",
             )
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError(f"top_logprobs is {self.top_logprobs}; it needs logprobs to be true")
+            raise Conflict("top_logprobs", f"top_logprobs is {self.top_logprobs}; it needs logprobs to be true")
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is given; it needs stream to be true")
+            raise Conflict("stream_options", "stream_options is given; it needs stream to be true")
         thinking = self.chat_template_kwargs.enable_thinking if self.chat_template_kwargs else None
         if self.reasoning_effort == "none" and thinking:
-            raise ValueError("reasoning_effort is 'none' and chat_template_kwargs.enable_thinking is true; give one")
+            raise Conflict(
+                "reasoning_effort",
+                'reasoning_effort is "none" and chat_template_kwargs.enable_thinking is true; give one',
+            )
         return self
 
     @property
@@ -233,8 +263,9 @@ class ChatBody(_Shape):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
-_UNION: dict[str, type[BaseModel]] = {
+ROLES_AND_PARTS: dict[str, type[BaseModel]] = {
     "system": SystemMessage,
+    "developer": SystemMessage,
     "user": UserMessage,
     "assistant": AssistantMessage,
     "tool": ToolMessage,
@@ -244,87 +275,3 @@ _UNION: dict[str, type[BaseModel]] = {
     "audio_url": AudioPart,
     "input_audio": InputAudioPart,
 }
-
-
-_JSON_NAMES = {list: "array", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
-
-
-def parse_body(body: object) -> ChatBody:
-    """Raises InvalidRequest for the first fault, with the path of the field as `param`."""
-    if not isinstance(body, dict):
-        raise InvalidRequest(f"the body is a JSON {_JSON_NAMES.get(type(body), 'value')}; it must be an object")
-    try:
-        return ChatBody.model_validate(body)
-    except ValidationError as error:
-        raise _refusal(error) from error
-
-
-def _refusal(error: ValidationError) -> InvalidRequest:
-    fault = error.errors(include_url=False, include_context=True)[0]
-    path, owner = _walk(fault["loc"])
-    given = _shown(fault["input"])
-    context = fault.get("ctx", {})
-    match fault["type"]:
-        case "extra_forbidden":
-            allowed = ", ".join(owner.model_fields) if owner is not None else "none"
-            text = f"unknown field {path} (value {given}); allowed fields: {allowed}"
-        case "missing":
-            text = f"field {path} is required"
-        case "literal_error":
-            text = f"{path} is {given}; allowed: {context['expected']}"
-        case "union_tag_invalid":
-            path = f"{path}.{str(context['discriminator']).strip(chr(39))}"
-            text = f"{path} is {context['tag']!r}; allowed: {context['expected_tags']}"
-        case "union_tag_not_found":
-            path = f"{path}.{str(context['discriminator']).strip(chr(39))}"
-            text = f"field {path} is required"
-        case "value_error":
-            text = str(context["error"])
-        case _:
-            text = f"{path} is {given}; {fault['msg'][:1].lower()}{fault['msg'][1:]}"
-    return InvalidRequest(text, param=path or None)
-
-
-def _walk(loc: tuple[int | str, ...]) -> tuple[str, type[BaseModel] | None]:
-    """Pydantic's location as `messages[0].content[1].image_url.url`, and the shape that holds the last element.
-
-    A tag follows every index into a union (a message, a part) and names the member taken.
-    """
-    path = ""
-    shape: type[BaseModel] | None = ChatBody
-    holder = shape
-    in_union = False
-    for element in loc:
-        if isinstance(element, int):
-            path += f"[{element}]"
-            # Lists of one shape (tools, text-only content) have no tag.
-            in_union = shape is None
-        elif element.startswith(_TAG):
-            continue
-        elif in_union:
-            shape = holder = _UNION.get(element)
-            in_union = False
-        else:
-            path += f".{element}" if path else element
-            holder = shape
-            shape = _shape_of(shape, element)
-    return path, holder
-
-
-def _shape_of(shape: type[BaseModel] | None, name: str) -> type[BaseModel] | None:
-    """The one shape a field holds, directly or in a list; None for plain values and for unions of shapes."""
-    if shape is None or name not in shape.model_fields:
-        return None
-    found = _shapes_in(shape.model_fields[name].annotation)
-    return found[0] if len(found) == 1 else None
-
-
-def _shapes_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [shape for argument in getattr(annotation, "__args__", ()) for shape in _shapes_in(argument)]
-
-
-def _shown(value: object, limit: int = 80) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}..."

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from epd.errors import ContextTooLong, InvalidRequest
 from epd.gateway.conversation import Conversation, read_conversation
 from epd.gateway.render import MediaSlot, Renderer, SamplingDefaults, fit_answer
-from epd.gateway.schema import parse_body
+from epd.gateway.schema import ChatBody
 from epd.gateway.template import ChatTemplate
 from epd.gateway.vocabulary import Vocabulary
 from preprocess.types import MediaKey, Modality
@@ -24,7 +24,7 @@ PLACEHOLDER = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
 def conversation(messages: list[dict[str, Any]], **fields: Any) -> Conversation:
-    body = parse_body({"model": "tiny", "messages": messages, **fields})
+    body = ChatBody.model_validate({"model": "tiny", "messages": messages, **fields})
     return read_conversation(body, VOCABULARY.guard)
 
 
@@ -242,7 +242,7 @@ def test_a_tokenizer_of_another_kind_is_refused() -> None:
 
 def test_body_sizes_do_not_matter_to_the_schema() -> None:
     url = "data:image/png;base64," + "A" * 5_000_000
-    body = parse_body(chat_body([{"type": "image_url", "image_url": {"url": url}}]))
+    body = ChatBody.model_validate(chat_body([{"type": "image_url", "image_url": {"url": url}}]))
     assert body.token_limit is None
 
 

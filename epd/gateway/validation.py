@@ -1,0 +1,221 @@
+"""Bytes of a body to a `ChatBody`, or to one refusal that names the field, its value and what is allowed.
+
+    bytes -> JSON -> sizes -> shape
+
+Sizes come first and the shape is left at its first fault: a body is judged in time that its size bounds, whatever it
+holds. No word of the validator's own reaches the client.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from epd.config import GatewayConfig
+from epd.errors import InvalidRequest
+from epd.gateway.problems import parse_json
+from epd.gateway.schema import ROLES_AND_PARTS, TAG, ChatBody, Conflict
+
+# Bounds of the whole body. Beyond these it is no conversation, and would cost seconds of a core to judge.
+_MAX_COMMAS = 1_000_000
+_MAX_VALUES = 100_000
+_MAX_FIELDS = 1024
+
+_COUNTED_AT_ONCE_BYTES = 4 << 20
+# No set: what a client sends as a type need not be hashable.
+_MEDIA_TYPES = ("image_url", "video_url", "audio_url", "input_audio")
+_JSON_NAMES = {list: "array", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
+
+# What pydantic found, in words of JSON; `{}` takes the bound of the error's context that follows.
+_WORDS: Mapping[str, tuple[str, str | None]] = {
+    "string_type": ("it must be a string", None),
+    "string_unicode": ("it must be valid Unicode", None),
+    "int_type": ("it must be an integer", None),
+    "int_from_float": ("it must be an integer", None),
+    "int_parsing_size": ("it must be a smaller number", None),
+    "float_type": ("it must be a number", None),
+    "bool_type": ("it must be true or false", None),
+    "list_type": ("it must be an array", None),
+    "dict_type": ("it must be an object", None),
+    "model_type": ("it must be an object", None),
+    "model_attributes_type": ("it must be an object", None),
+    "none_required": ("allowed: null", None),
+    "finite_number": ("it must be a finite number", None),
+    "greater_than": ("it must be greater than {}", "gt"),
+    "greater_than_equal": ("it must be at least {}", "ge"),
+    "less_than": ("it must be less than {}", "lt"),
+    "less_than_equal": ("it must be at most {}", "le"),
+    "string_too_short": ("it must have at least {} characters", "min_length"),
+    "string_too_long": ("it must have at most {} characters", "max_length"),
+    "too_short": ("it must have at least {} items", "min_length"),
+    "too_long": ("it must have at most {} items", "max_length"),
+    "string_pattern_mismatch": ("it must match {}", "pattern"),
+}
+
+
+def read_chat_body(raw: bytes | bytearray, limits: GatewayConfig) -> ChatBody:
+    """Raises InvalidRequest for the first fault, with the path of the field as `param`. Thread-safe."""
+    num_commas = sum(
+        raw.count(b",", start, start + _COUNTED_AT_ONCE_BYTES) for start in range(0, len(raw), _COUNTED_AT_ONCE_BYTES)
+    )
+    if num_commas > _MAX_COMMAS:
+        raise InvalidRequest(f"the body has {num_commas} commas; allowed: at most {_MAX_COMMAS}")
+    body = parse_json(raw)
+    if not isinstance(body, dict):
+        raise InvalidRequest(f"the body is a JSON {_JSON_NAMES.get(type(body), 'value')}; it must be an object")
+    _check_messages(body.get("messages"), limits)
+    _check_values(body)
+    try:
+        return ChatBody.model_validate(body)
+    except ValidationError as error:
+        raise _refusal(error) from error
+
+
+def _check_messages(messages: object, limits: GatewayConfig) -> None:
+    """Lengths only; what is no list here is refused by its shape later."""
+    if not isinstance(messages, list):
+        return
+    if len(messages) > limits.max_messages:
+        raise InvalidRequest(
+            f"messages has {len(messages)} items; allowed: at most {limits.max_messages}", param="messages"
+        )
+    num_parts = num_media = 0
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict):
+            continue
+        for field in ("content", "tool_calls"):
+            items = message.get(field)
+            if not isinstance(items, list):
+                continue
+            num_parts += len(items)
+            if num_parts > limits.max_parts:
+                raise InvalidRequest(
+                    f"messages[{i}].{field} has {len(items)} items; allowed: at most {limits.max_parts} in all "
+                    "messages together",
+                    param=f"messages[{i}].{field}",
+                )
+            num_media += sum(isinstance(item, dict) and item.get("type") in _MEDIA_TYPES for item in items)
+            if num_media > limits.max_media:
+                raise InvalidRequest(
+                    f"the messages have {num_media} media up to messages[{i}]; allowed: at most {limits.max_media}",
+                    param=f"messages[{i}].{field}",
+                )
+
+
+def _check_values(body: dict[str, Any]) -> None:
+    num_values = 0
+    waiting: list[dict[str, Any] | list[Any]] = [body]
+    while waiting:
+        holder = waiting.pop()
+        num_values += len(holder)
+        if num_values > _MAX_VALUES:
+            raise InvalidRequest(f"the body has more than {_MAX_VALUES} values, which is the most allowed")
+        if isinstance(holder, dict) and len(holder) > _MAX_FIELDS:
+            raise InvalidRequest(f"an object of the body has {len(holder)} fields; allowed: at most {_MAX_FIELDS}")
+        values = holder.values() if isinstance(holder, dict) else holder
+        waiting.extend(value for value in values if isinstance(value, dict | list))
+
+
+def _refusal(error: ValidationError) -> InvalidRequest:
+    fault = error.errors(include_url=False, include_context=True)[0]
+    path, owner = _walk(fault["loc"])
+    given = shown(fault["input"])
+    context = fault.get("ctx", {})
+    match fault["type"]:
+        case "extra_forbidden":
+            allowed = ", ".join(owner.model_fields) if owner is not None else "none"
+            text = f"unknown field {path} (value {given}); allowed fields: {allowed}"
+        case "missing":
+            text = f"field {path} is required"
+        case "literal_error":
+            text = f"{path} is {given}; allowed: {_as_json(context['expected'])}"
+        case "union_tag_invalid" | "union_tag_not_found":
+            return _wrong_tag(path, fault)
+        case "value_error":
+            cause = context["error"]
+            path = cause.param if isinstance(cause, Conflict) else path
+            text = str(cause)
+        case kind:
+            words, bound = _WORDS.get(kind, ("this value is not allowed", None))
+            if fault["loc"][-1:] == (f"{TAG}text",):
+                words = "it must be a string or an array"
+            text = f"{path} is {given}; {words.format(_number(context[bound]) if bound else '')}"
+    return InvalidRequest(text, param=path or None)
+
+
+def _wrong_tag(path: str, fault: ErrorDetails) -> InvalidRequest:
+    """The field that says which shape an object has (`role`, `type`) is absent or says nothing known."""
+    name = fault["ctx"]["discriminator"].strip("'")
+    field = f"{path}.{name}"
+    given = fault["input"]
+    if fault["type"] == "union_tag_not_found" or not isinstance(given, dict):
+        return InvalidRequest(f"field {field} is required", param=field)
+    return InvalidRequest(
+        f"{field} is {shown(given.get(name))}; allowed: {_as_json(fault['ctx']['expected_tags'])}", param=field
+    )
+
+
+def _as_json(expected: str) -> str:
+    """Pydantic lists what is allowed as Python would write it."""
+    return expected.replace("'", '"').replace("True", "true").replace("False", "false").replace("None", "null")
+
+
+def _number(bound: object) -> str:
+    return f"{bound:g}" if isinstance(bound, float) else str(bound)
+
+
+def _walk(loc: tuple[int | str, ...]) -> tuple[str, type[BaseModel] | None]:
+    """Pydantic's location as `messages[0].content[1].image_url.url`, and the shape that holds the last element.
+
+    A tag follows every index into a union (a message, a part) and names the member taken.
+    """
+    path = ""
+    shape: type[BaseModel] | None = ChatBody
+    holder = shape
+    in_union = False
+    for element in loc:
+        if isinstance(element, int):
+            path += f"[{element}]"
+            # Lists of one shape (tools, text-only content) have no tag.
+            in_union = shape is None
+        elif element.startswith(TAG):
+            continue
+        elif in_union:
+            shape = holder = ROLES_AND_PARTS.get(element)
+            in_union = False
+        else:
+            path += f".{element}" if path else element
+            holder = shape
+            shape = _shape_of(shape, element)
+    return path, holder
+
+
+def _shape_of(shape: type[BaseModel] | None, name: str) -> type[BaseModel] | None:
+    """The one shape a field holds, directly or in a list; None for plain values and for unions of shapes."""
+    if shape is None or name not in shape.model_fields:
+        return None
+    found = _shapes_in(shape.model_fields[name].annotation)
+    return found[0] if len(found) == 1 else None
+
+
+def _shapes_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [shape for argument in getattr(annotation, "__args__", ()) for shape in _shapes_in(argument)]
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """A JSON value for people, short whatever its size."""
+    match value:
+        case str():
+            return json.dumps(value[:limit], ensure_ascii=False) + ("..." if len(value) > limit else "")
+        case list():
+            return f"an array with {len(value)} item{'s'[: len(value) != 1]}" if value else "[]"
+        case dict():
+            return f"an object with {len(value)} field{'s'[: len(value) != 1]}" if value else "{}"
+        case int() if value.bit_length() > 4 * limit:
+            return "a number too large to show"
+        case _:
+            return json.dumps(value)
