@@ -44,7 +44,7 @@ _MAX_REMEMBERED_LATE = 4096
 
 # Heartbeats over which all workers of an attempt must report that they hold nothing before the attempt counts as
 # dropped: KV may be on its way between two workers, held by neither.
-_UNKNOWN_HEARTBEATS = 4
+_UNKNOWN_HEARTBEATS = 8
 _LONG_STAND_S = 1.0
 
 

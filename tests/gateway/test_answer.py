@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from epd.gateway.answer import AnswerParser, Content, Piece, Reasoning, ToolCall, convert, joined
@@ -100,6 +100,8 @@ def test_cuts_change_nothing(text: str, rng: random.Random) -> None:
 @given(st.text(max_size=40))
 @settings(max_examples=200, deadline=None)
 def test_text_is_never_lost(text: str) -> None:
+    # The tag that opens reasoning is the one text that stands for something else.
+    assume(not text.lstrip().startswith("<think>"))
     pieces = parse(text)
     assert "".join(piece.text for piece in pieces if not isinstance(piece, ToolCall)) == text
 

@@ -279,9 +279,9 @@ async def test_a_request_that_no_worker_knows_is_lost() -> None:
         await hand.answer_hello("one")
         attempt = await fleet.submit(request(), give_up_s=clock.now_s)
         await hand.expect(Submit)
-        await beats(fleet, [hand], [1], 8)
+        await beats(fleet, [hand], [1], 12)
         assert attempt._events.empty()
-        await beats(fleet, [hand], [0], 8)
+        await beats(fleet, [hand], [0], 12)
         event = await soon(fleet, asyncio.ensure_future(attempt.next_event()))
         assert event == Lost(hand.address, "does not know the request any more")
         assert fleet.workers[0].ready, "the worker itself is well"
@@ -294,10 +294,10 @@ async def test_a_request_that_one_of_two_workers_holds_is_not_lost() -> None:
         attempt = await fleet.submit(request(), give_up_s=clock.now_s)
         await hands[0].expect(Submit)
         await hands[1].expect(ExpectKv)
-        await beats(fleet, hands, [1, 0], 8)
-        await beats(fleet, hands, [0, 1], 8)
+        await beats(fleet, hands, [1, 0], 12)
+        await beats(fleet, hands, [0, 1], 12)
         assert attempt._events.empty()
-        await beats(fleet, hands, [0, 0], 8)
+        await beats(fleet, hands, [0, 0], 12)
         assert isinstance(await soon(fleet, asyncio.ensure_future(attempt.next_event())), Lost)
 
 
