@@ -1,6 +1,7 @@
 """A worker process: load the model, size the pools, run the loop until told to stop."""
 
 import logging
+import os
 import signal
 import sys
 import threading
@@ -212,6 +213,10 @@ def _device(config: EngineConfig) -> torch.device:
 
 
 def _storage(layout: KvLayout, pools: PoolPlan, dtype: torch.dtype, device: torch.device) -> KvStorage:
+    # Linux grants memory that is not there and kills the process once it is used: better to ask first.
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if device.type == "cpu" and pools.size_bytes > host_bytes:
+        raise ValueError(f"KV memory of {pools.size_bytes:,} bytes cannot be had: this host has {host_bytes:,}")
     try:
         return KvStorage(
             layout,

@@ -30,7 +30,10 @@ class KvStorage:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Allocates everything at once, zeroed. `dtype` must be `layout.dtype_bytes` wide."""
+        """Allocates everything at once and writes nothing: pages hold anything until they are written.
+
+        `dtype` must be `layout.dtype_bytes` wide.
+        """
         if dtype.itemsize != layout.dtype_bytes:
             raise ValueError(f"{dtype} has {dtype.itemsize} bytes, the layout was made for {layout.dtype_bytes}")
         self.layout = layout
@@ -97,8 +100,8 @@ class KvStorage:
 
     def _add_layer(self, spec: LayerGeometry, num_pages: int) -> None:
         shape = (num_pages, self.layout.page_size, spec.num_kv_heads)
-        self._keys[spec.index] = torch.zeros(*shape, spec.qk_dim, dtype=self.dtype, device=self.device)
-        self._values[spec.index] = torch.zeros(*shape, spec.v_dim, dtype=self.dtype, device=self.device)
+        self._keys[spec.index] = torch.empty(*shape, spec.qk_dim, dtype=self.dtype, device=self.device)
+        self._values[spec.index] = torch.empty(*shape, spec.v_dim, dtype=self.dtype, device=self.device)
 
     def _page_index(self, layer_index: int, pages: Sequence[int]) -> Tensor:
         num_pages = self._keys[layer_index].shape[0]

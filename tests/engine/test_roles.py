@@ -102,6 +102,20 @@ def test_the_answer_is_the_same_over_two_workers(
     pair.assert_nothing_leased()
 
 
+def test_what_was_never_written_is_never_read(checkpoint: Checkpoint, pair: Pair) -> None:
+    for bench in (pair.prefill, pair.decode):
+        storage = bench.engine.loop._runner._storage
+        for layer in (*storage.full_layer_indices, *storage.window_layer_indices):
+            storage.keys(layer).fill_(float("nan"))
+            storage.values(layer).fill_(float("nan"))
+    prompts = {f"r{length}": PROMPT[:length] for length in (1, 5, 18, 75)}
+    for request_id, token_ids in prompts.items():
+        pair.submit(make_request(request_id, token_ids, ignore_eos=True))
+    pair.run()
+    for request_id, token_ids in prompts.items():
+        assert pair.answer(request_id) == truth(checkpoint, token_ids)
+
+
 def test_only_the_live_window_is_sent(pair: Pair) -> None:
     pair.submit(make_request("a", PROMPT * 4, ignore_eos=True))
     while not pair.decode.mailbox.inbox or not isinstance(pair.decode.mailbox.inbox[-1].message, KvTransfer):

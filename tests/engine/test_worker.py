@@ -203,7 +203,7 @@ def damaged(folder: Path, copy: Path) -> Path:
     ("changes", "message"),
     [
         ({"kv_budget_bytes": 1000}, r"KV budget of 1,000 bytes is below the [\d,]+ that"),
-        ({"kv_budget_bytes": 1 << 60}, "cannot be had on cpu"),
+        ({"kv_budget_bytes": 1 << 60}, "bytes cannot be had: this host has"),
         ({"page_size": 1 << 20}, "KV budget of 4,194,304 bytes is below"),
         ({"decode_release_interval_tokens": 1 << 20}, "alone needs"),
         ({"dtype": "int3"}, "engine.dtype is 'int3'; allowed: float32"),
