@@ -58,6 +58,7 @@ def test_pages_travel_between_storages_of_different_sizes() -> None:
 
 def test_reading_copies_and_keys_are_views() -> None:
     held = storage()
+    held.keys(0).zero_()
     keys, _ = held.read_layer(0, [1])
     held.keys(0)[1] = 3.0
     assert not keys.any()
