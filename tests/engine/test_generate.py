@@ -48,6 +48,22 @@ def test_batches_of_sixteen(
     bench.assert_nothing_leased()
 
 
+@pytest.mark.parametrize("chunk_tokens", [16, 512])
+def test_the_same_prompt_many_times_at_once_is_kept_once(
+    checkpoint: Checkpoint, make_bench: MakeBench, chunk_tokens: int
+) -> None:
+    bench = make_bench(chunk_tokens=chunk_tokens)
+    token_ids = [(5 * i * i + i) % 120 for i in range(64)]
+    for i in range(6):
+        bench.submit(make_request(f"r{i}", token_ids, max_tokens=3 + i, ignore_eos=True))
+    bench.run()
+    for i in range(6):
+        assert bench.answers[f"r{i}"] == expected(checkpoint, token_ids, max_tokens=3 + i, ignore_eos=True)
+    bench.assert_nothing_leased()
+    # 64 tokens of prompt and at most 7 of answer with KV: 17 whole pages.
+    assert bench.engine.cache.stats().full.evictable <= 17
+
+
 def test_a_second_turn_hits_and_says_so(checkpoint: Checkpoint, make_bench: MakeBench) -> None:
     bench = make_bench()
     [first] = prompts(1, seed=5, longest=1)
