@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from encoder.towers.weights import Towers, load_towers
-from epd.kernels.reference import DenseAttention
+from epd.kernels.reference import BatchedDenseAttention
 from epd.model.hybrid import HybridModel
 from epd.model.weights import load_text_model
 from preprocess.config import ProcessorConfig
@@ -141,7 +141,7 @@ class Served:
         for places, values in prompt.rows:
             hidden_TD[torch.tensor(places)] = values.to(hidden_TD.dtype)
         positions = torch.arange(len(prompt.ids))
-        return hidden_TD, self.model(hidden_TD, positions, DenseAttention([len(prompt.ids)]))
+        return hidden_TD, self.model(hidden_TD, positions, BatchedDenseAttention(1, len(prompt.ids)))
 
     @torch.no_grad()
     def judge(self, prompt: Prompt, drafts: list[list[int]]) -> bool:
@@ -153,7 +153,7 @@ class Served:
         positions = torch.arange(len(ids))
         for k in range(self.model.num_mtp_layers):
             shifted = torch.roll(hidden_TD, -1 - k, 0)
-            out = self.model.draft(k, shifted, states_TD, positions, DenseAttention([len(ids)]))
+            out = self.model.draft(k, shifted, states_TD, positions, BatchedDenseAttention(1, len(ids)))
             rows = torch.arange(start - 1, max(start - 1, len(ids) - 2 - k))
             if right and len(rows):
                 hits = self.model.logits(out[rows]).argmax(-1) == ids[rows + 2 + k]
@@ -215,6 +215,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--first", type=int, default=0, help="index of the first held-out sample")
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--folder", type=Path, default=BUILTIN)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -226,7 +227,7 @@ def main() -> None:
         started, right = time.time(), 0
         drafts = [[0, 0] for _ in range(served.model.num_mtp_layers)]
         shown = 0
-        for index in range(args.count):
+        for index in range(args.first, args.first + args.count):
             sample = TASKS[task](HELD_OUT_SEED, index)
             clip = mp4_bytes(*video.full_clip(HELD_OUT_SEED, index)) if task == "video" else None
             messages, files, answer = as_messages(sample, clip)

@@ -35,7 +35,7 @@ RUNS = Path("runs")
 STATE = RUNS / "nano.pt"
 TRAIN_SEED = 10
 MAX_SENTENCES = 135
-WEIGHTS = {"image": 1.0, "video": 1.0, "audio": 1.0, "text": 1.5, "repeat": 1.0, "count": 0.5, "small_talk": 0.3}
+WEIGHTS = {"image": 1.0, "video": 1.0, "audio": 1.0, "text": 2.5, "repeat": 1.0, "count": 0.5, "small_talk": 0.3}
 
 
 class Mixer:
@@ -45,7 +45,7 @@ class Mixer:
         self.encode = Encoder()
         self.books = books
         self.longest = 4
-        self.shares = {"image": 14, "video": 4, "audio": 8, "text": 600, "repeat": 4, "count": 2, "small_talk": 1}
+        self.shares = {"image": 8, "video": 3, "audio": 7, "text": 1100, "repeat": 4, "count": 1, "small_talk": 1}
         self.pools: dict[str, list[Tensor]] = {}
 
     @property
@@ -77,7 +77,7 @@ class Mixer:
     def recall_samples(self, seed: int, step: int, token_budget: int) -> list[Sample]:
         """Texts of one length, drawn between 1 and `longest` sentences on a log scale; short ones ask several times."""
         rng = np.random.default_rng((seed, step, 5))
-        if self.longest > 30 and step % 3:  # most steps stay cheap, every third is long
+        if self.longest > 30 and step % 3 == 1:  # every third step stays cheap
             num_sentences = int(np.exp(rng.uniform(0, np.log(30))))
         else:
             num_sentences = int(np.exp(rng.uniform(np.log(max(1, self.longest / 6)), np.log(self.longest + 1))))
