@@ -82,7 +82,9 @@ def parse_json(raw: bytes | bytearray) -> object:
     fault."""
     try:
         # Several times faster than the standard library on bodies that carry media as base64.
-        return msgspec.json.decode(raw.removeprefix(codecs.BOM_UTF8))
+        # A view: a body may be hundreds of megabytes.
+        start = len(codecs.BOM_UTF8) if raw.startswith(codecs.BOM_UTF8) else 0
+        return msgspec.json.decode(memoryview(raw)[start:])
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"the body is not UTF-8: {error.reason} at byte {error.start}") from error
     except (msgspec.DecodeError, RecursionError) as error:
