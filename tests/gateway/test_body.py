@@ -138,13 +138,15 @@ async def test_the_largest_of_many_large_bodies_gives_way() -> None:
     async with running_gateway(says("ok"), max_body_bytes=size, request_timeout_s=20.0) as stack:
         part = b" " * (size - 10_000)
         async with (
-            raw_post(stack, {"Content-Length": str(size)}, part),
+            raw_post(stack, {"Content-Length": str(size)}, part + b" " * 100) as largest,
             raw_post(stack, {"Content-Length": str(size)}, part),
         ):
             await asyncio.sleep(0.1)
             body = json.dumps(chat_body()).encode().ljust(150_000)
             status, _, _ = await stack.post(body)
             assert status == 200
+            status, error = await read_answer(largest)
+            assert (status, error["code"]) == (503, "overloaded")
 
 
 async def test_a_full_server_refuses_before_the_body_comes() -> None:
