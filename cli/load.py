@@ -203,13 +203,7 @@ def load(
     model_name = str(settings.get("model_name", model_name))
     model: dict[str, Any] = {"model_dir": model_dir, "model_name": model_name}
 
-    counts = {stage: _replicas(stage, settings.get(stage, {})) for stage in _STAGES}
-    if mode == "unified":
-        wrong = [stage for stage, count in counts.items() if count != 1]
-        if wrong:
-            raise ConfigError(f"{wrong[0]}.replicas is {counts[wrong[0]]}; unified mode is one process, allowed: 1")
-    if mode != "epd":
-        counts["decode"] = 0
+    counts = _counts(mode, settings)
 
     def address(stage: str, index: int) -> str:
         return f"inproc://{stage}-{index}" if mode == "unified" else f"ipc://{runtime_dir}/{stage}-{index}"
@@ -237,6 +231,12 @@ def load(
         decode=tuple(address("decode", i) for i in range(counts["decode"])),
         **model,
     )
+    supervisor = _build("supervisor", SupervisorConfig, settings.get("supervisor", {}))
+    if supervisor.drain_s <= gateway.drain_s:
+        raise ConfigError(
+            f"supervisor.drain_s is {supervisor.drain_s:g}; allowed: more than gateway.drain_s, {gateway.drain_s:g}, "
+            "so that the gateway can end its streams itself"
+        )
     return ServeConfig(
         mode=mode,
         runtime_dir=runtime_dir,
@@ -244,9 +244,19 @@ def load(
         encoders=encoders,
         prefill=engines("prefill", Role.PREFILL if mode == "epd" else Role.BOTH),
         decode=engines("decode", Role.DECODE),
-        supervisor=_build("supervisor", SupervisorConfig, settings.get("supervisor", {})),
+        supervisor=supervisor,
         **model,
     )
+
+
+def _counts(mode: Mode, settings: Mapping[str, Any]) -> dict[str, int]:
+    """Processes per stage: one of each in unified mode, no decode stage where prefill workers decode."""
+    counts = {stage: _replicas(stage, settings.get(stage, {})) for stage in _STAGES}
+    if mode == "unified":
+        for stage, count in counts.items():
+            if count != 1:
+                raise ConfigError(f"{stage}.replicas is {count}; unified mode is one process, allowed: 1")
+    return counts if mode == "epd" else counts | {"decode": 0}
 
 
 def _replicas(stage: str, values: Mapping[str, Any]) -> int:

@@ -1,4 +1,7 @@
-"""`mimo serve`: start the stages of one deployment, show them coming up, keep them alive until told to stop."""
+"""`mimo serve`: start the stages of one deployment, show them coming up, keep them alive until told to stop.
+
+The command's function is long because every flag is one of its parameters.
+"""
 
 import asyncio
 import json
