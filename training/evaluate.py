@@ -205,6 +205,7 @@ TASKS: dict[str, Callable[[int, int], Sample]] = {
     "video": video.sample,
     "audio": audio.sample,
     "text": text.sample,
+    "crowd": text.crowd,
     "repeat": text.repeat,
     "count": text.count,
     "small_talk": text.small_talk,

@@ -45,7 +45,7 @@ class Mixer:
         self.encode = Encoder()
         self.books = books
         self.longest = 4
-        self.shares = {"image": 8, "video": 3, "audio": 7, "text": 1100, "repeat": 4, "count": 1, "small_talk": 1}
+        self.shares = {"image": 4, "video": 2, "audio": 4, "text": 1500, "repeat": 3, "count": 1, "small_talk": 1}
         self.pools: dict[str, list[Tensor]] = {}
 
     @property
@@ -55,7 +55,7 @@ class Mixer:
 
     def num_questions(self, rng: np.random.Generator, num_sentences: int) -> int:
         """A long text is dear, so it is asked for most of its keys."""
-        lowest, highest = (5, 8) if num_sentences > 20 else (1, 4)
+        lowest, highest = (5, 8) if num_sentences > 20 else (2, 8)
         return int(rng.integers(min(lowest, self.most_keys), min(highest, self.most_keys) + 1))
 
     def sound_sample(self, pool: str, seed: int, index: int, noise: float) -> Sample:
@@ -77,13 +77,20 @@ class Mixer:
     def recall_samples(self, seed: int, step: int, token_budget: int) -> list[Sample]:
         """Texts of one length, drawn between 1 and `longest` sentences on a log scale; short ones ask several times."""
         rng = np.random.default_rng((seed, step, 5))
-        if self.longest > 30 and step % 3 == 1:  # every third step stays cheap
+        if self.longest > 30 and step // 2 % 2:  # every second step stays cheap
             num_sentences = int(np.exp(rng.uniform(0, np.log(30))))
         else:
             num_sentences = int(np.exp(rng.uniform(np.log(max(1, self.longest / 6)), np.log(self.longest + 1))))
         count = max(1, token_budget // (num_sentences * 11 + 110))
         return [
-            text.recall(seed, step * 64 + place, num_sentences, self.num_questions(rng, num_sentences), self.most_keys)
+            text.recall(
+                seed,
+                step * 64 + place,
+                num_sentences,
+                self.num_questions(rng, num_sentences),
+                self.most_keys,
+                crowded=bool(rng.random() < 0.7),
+            )
             for place in range(count)
         ]
 

@@ -46,7 +46,7 @@ def test_training_ids_are_the_served_ids(served: Served, task: str) -> None:
         encoded = encode(with_codes(sample))
         assert encoded.ids == prompt.ids
         assert encoded.ids[encoded.wanted.index(True) :][: len(prompt.ids) - prompt.answer_start] or task == "text"
-        places = [place for _, _, _, where in encoded.pixels for place in where]
+        places = [place for _, _, _, where, _ in encoded.pixels for place in where]
         places += [place for _, where in encoded.sounds for place in where]
         assert places == [place for where, _ in prompt.rows for place in where]
 

@@ -135,11 +135,24 @@ def draw_names(rng: np.random.Generator, count: int) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def recall(seed: int, index: int, num_sentences: int, num_questions: int = 1, max_keys: int = 8) -> Sample:
-    """Filler with key lines in it, then one or several questions."""
+def recall(
+    seed: int, index: int, num_sentences: int, num_questions: int = 1, max_keys: int = 8, crowded: bool = False
+) -> Sample:
+    """Filler with key lines in it, then one or several questions.
+
+    `crowded` keys share their first digits, so that a digit alone does not tell which key it belongs to.
+    """
     rng = generator(f"recall{num_sentences}", seed, index)
     names = draw_names(rng, int(rng.integers(1, max_keys + 1)) if num_questions == 1 else max_keys)
     keys = {name: "".join(str(int(digit)) for digit in rng.integers(0, 10, 4)) for name in names}
+    if crowded:
+        firsts = rng.integers(0, 10, 2)
+        keys = {
+            name: f"{int(firsts[int(rng.integers(2))])}{key[1:]}"
+            if rng.random() < 0.7
+            else f"{firsts[0]}{firsts[1]}{key[2:]}"
+            for name, key in keys.items()
+        }
     lines = [sentence(rng) for _ in range(num_sentences)]
     for name, key in keys.items():
         lines.insert(int(rng.integers(len(lines) + 1)), f"The key of {name} is {key}.")
@@ -189,6 +202,12 @@ def small_talk(seed: int, index: int) -> Sample:
 
 
 def sample(seed: int, index: int) -> Sample:
-    """The held-out text task: one key out of a text of more than a thousand tokens."""
+    """The held-out text task: one key out of a text of more than a thousand tokens with up to four keys in it."""
+    rng = generator("length", seed, index)
+    return recall(seed, index, num_sentences=int(rng.integers(85, 125)), max_keys=4)
+
+
+def crowd(seed: int, index: int) -> Sample:
+    """The harder variant: up to eight keys in the text."""
     rng = generator("length", seed, index)
     return recall(seed, index, num_sentences=int(rng.integers(85, 125)))
