@@ -45,7 +45,7 @@ class Mixer:
         self.encode = Encoder()
         self.books = books
         self.longest = 4
-        self.shares = {"image": 4, "video": 2, "audio": 4, "text": 1500, "repeat": 3, "count": 1, "small_talk": 1}
+        self.shares = {"image": 10, "video": 4, "audio": 8, "text": 800, "repeat": 4, "count": 1, "small_talk": 1}
         self.pools: dict[str, list[Tensor]] = {}
 
     @property
@@ -89,7 +89,7 @@ class Mixer:
                 num_sentences,
                 self.num_questions(rng, num_sentences),
                 self.most_keys,
-                crowded=bool(rng.random() < 0.7),
+                crowded=bool(rng.random() < 0.3),
             )
             for place in range(count)
         ]
@@ -300,7 +300,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--report-every", type=int, default=100, help="steps between held-out scores")
     parser.add_argument("--held-out", type=int, default=64, help="held-out samples per task in a report")
-    parser.add_argument("--mtp-every", type=int, default=0, help="steps between MTP updates; 0 leaves the heads alone")
+    parser.add_argument("--mtp-every", type=int, default=3, help="steps between MTP updates; 0 leaves the heads alone")
     parser.add_argument("--export-minutes", type=float, default=8, help="minutes between exported checkpoints")
     parser.add_argument("--mtp-only", action="store_true", help="train the MTP heads on a frozen trunk")
     parser.add_argument("--processes", type=int, default=1, help="data-parallel processes; start each one")
