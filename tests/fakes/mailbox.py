@@ -9,7 +9,8 @@ GATEWAY = Peer(b"gateway")
 
 
 class Mailbox:
-    """What the test puts into `inbox` is received next; what the engine sends is in `sent`. Linked ones reach each other.
+    """What the test puts into `inbox` is received next; what the engine sends is in `sent`. Linked ones reach each
+    other.
 
     Peers and addresses in `unreachable` refuse messages.
     """
