@@ -25,7 +25,7 @@ class FetchLimits:
     """For one source, all redirects together."""
     max_redirects: int = 5
     allow_private_addresses: bool = False
-    """True lets URLs reach loopback, private and link-local addresses. For tests and closed networks."""
+    """True lets URLs reach loopback and private addresses, link-local ones never. For tests and closed networks."""
     media_roots: tuple[Path, ...] = ()
     """Directories that file: URLs may read; none by default, so file: is off."""
     max_concurrency: int = 64

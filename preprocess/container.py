@@ -45,7 +45,9 @@ def open_container(content: bytes, wanted: str) -> InputContainer:
     except (av.error.FFmpegError, OSError, ValueError) as error:
         if kind in IMAGE_KINDS or kind in _REFUSED_KINDS:
             raise MediaUnsupported(f"expected {wanted}, found {describe(content)}") from error
-        raise MediaUndecodable(f"expected {wanted}, but {describe(content)}, cannot be opened: {error}") from error
+        raise MediaUndecodable(
+            f"expected {wanted}, but the file ({describe(content)}) cannot be opened: damaged, or of another kind"
+        ) from error
 
 
 class PacketReader:
@@ -60,7 +62,9 @@ class PacketReader:
         try:
             yield from self._container.demux(self._stream)
         except (av.error.FFmpegError, OSError) as error:
-            self.damage = f"reading stopped before the end of the file: {error}"
+            # FFmpeg's own words carry error numbers and "<none>" for the file's name.
+            damage = "data ends too soon" if isinstance(error, av.error.EOFError) else "damaged data"
+            self.damage = f"reading stopped before the end of the file: {damage}"
 
 
 class FrameReader:

@@ -59,13 +59,15 @@ def decode_image(content: bytes, limits: DecodeLimits) -> NDArray[np.uint8]:
             if pixels is None:
                 pixels = _to_rgb(image)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise MediaTooLarge(f"image header promises too many pixels: {error}") from error
+        raise MediaTooLarge(
+            f"the image's header promises more pixels than are decoded here ({describe(content)})"
+        ) from error
     except UnidentifiedImageError as error:
         if kind == "HEIC":
             raise MediaUnsupported("HEIC images are not decoded here; send JPEG, PNG or WebP") from error
         raise MediaUndecodable(f"damaged image ({describe(content)}): its header cannot be read") from error
     except _DAMAGE as error:
-        raise MediaUndecodable(f"damaged or truncated image ({describe(content)}): {error}") from error
+        raise MediaUndecodable(f"damaged or truncated image ({describe(content)}): it does not decode") from error
     return _upright(pixels, orientation)
 
 

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import Final
 
 IMAGE_KINDS: Final = frozenset({"JPEG", "PNG", "GIF", "WebP", "BMP", "TIFF", "AVIF", "HEIC", "ICO", "PNM", "JPEG 2000"})
-VIDEO_KINDS: Final = frozenset({"MP4", "Matroska", "AVI", "MPEG-TS", "MPEG-PS", "FLV", "ASF"})
-AUDIO_KINDS: Final = frozenset({"WAV", "MP3", "FLAC", "Ogg", "AAC", "AIFF", "CAF", "M4A", "AU"})
 _TEXT_SAMPLE_BYTES: Final = 4096
 
 _MAGIC: Final[tuple[tuple[int, bytes, str], ...]] = (
@@ -44,7 +42,7 @@ _HEIF_BRANDS: Final = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"
 
 
 def sniff(content: bytes) -> str:
-    """What the content looks like: a kind from the sets above, or words such as "text", "empty file".
+    """What the content looks like: a kind such as "PNG", "MP4" or "WAV", or words such as "text", "empty file".
 
     A kind is a guess from the head of the file, not a promise that the rest decodes.
     """

@@ -26,7 +26,6 @@ EPD_MAY_IMPORT = {
     "kv": {"kernels"},
     "model": {"kernels"},
     "kernels": set(),
-    "sglang_adapter": {"cache", "kv"},
 }
 EPD_FLOOR = {"types", "errors", "config"}
 

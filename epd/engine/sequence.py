@@ -80,11 +80,6 @@ class Sequence:
         """Index of the next output token in the whole answer."""
         return self.request.num_emitted + self.num_generated
 
-    @property
-    def max_total_tokens(self) -> int:
-        """Prompt and answer at their longest."""
-        return self.num_prompt + max(0, self.request.sampling.max_tokens - self.request.num_emitted)
-
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
         self.chain.append(token_id)

@@ -86,11 +86,6 @@ class KvLayout:
     def window_page_bytes(self) -> int:
         return self.window_bytes_per_token * self.page_size
 
-    def sequence_bytes(self, num_tokens: int, *, window_tokens: int) -> int:
-        """KV bytes of one sequence, not rounded to pages; window layers hold at most `window_tokens` of it."""
-        window = min(num_tokens, window_tokens)
-        return num_tokens * self.full_bytes_per_token + window * self.window_bytes_per_token
-
     @property
     def identity(self) -> str:
         """A short text naming everything that changes the bytes of a page; for the seed of page keys."""
@@ -126,7 +121,7 @@ def plan_pools(
     """Split `budget_bytes` between the pools.
 
     The floor is what `max_running` sequences need to make progress: a window, its tail and a partial page each, the
-    step's chunk, and full pages for one sequence of the expected length plus one page for each other. The rest is split
+    step's chunk, and full pages for one sequence of the expected length plus one for each that runs. The rest is split
     in the proportion a cached sequence of the expected length uses: all its full pages, a window at its end and one
     every `retention_stride_tokens` (0: at its end only).
     Raises PoolTooSmall, naming both numbers, when the budget is below the floor.
@@ -140,9 +135,10 @@ def plan_pools(
     floor_bytes = min_full * layout.full_page_bytes + min_window * layout.window_page_bytes
     if budget_bytes < floor_bytes:
         raise PoolTooSmall(
-            f"KV budget of {budget_bytes:,} bytes is below the {floor_bytes:,} that {max_running} sequences "
-            f"of {expected_sequence_tokens:,} tokens need: {min_full} full pages of {layout.full_page_bytes:,} bytes "
-            f"and {min_window} window pages of {layout.window_page_bytes:,} bytes"
+            f"KV budget of {budget_bytes:,} bytes is below the {floor_bytes:,} that are the least: {min_full:,} full "
+            f"pages of {layout.full_page_bytes:,} bytes (one sequence of {expected_sequence_tokens:,} tokens, and a "
+            f"page for each of {max_running} running) and {min_window:,} window pages of "
+            f"{layout.window_page_bytes:,} bytes (a window for each, and a step of {chunk_tokens:,} tokens)"
         )
     kept_windows = 1 + (expected_sequence_tokens // retention_stride_tokens if retention_stride_tokens else 0)
     kept_pages = min(sequence_pages, kept_windows * window_pages + tail_pages) if window_pages else 0

@@ -5,7 +5,7 @@ Shape letters: M pages of the layer's pool; P tokens per page; K KV heads; H key
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -78,25 +78,6 @@ class KvStorage:
                 )
         self._keys[layer_index][index] = data[0].to(self.device)
         self._values[layer_index][index] = data[1].to(self.device)
-
-    def read_pages(self, full_pages: Sequence[int], window_pages: Sequence[int]) -> dict[int, LayerPages]:
-        """By layer index: copies of `full_pages` for full layers and of `window_pages` for window layers."""
-        read = {index: self.read_layer(index, full_pages) for index in self.full_layer_indices}
-        read.update((index, self.read_layer(index, window_pages)) for index in self.window_layer_indices)
-        return read
-
-    def write_pages(
-        self, full_pages: Sequence[int], window_pages: Sequence[int], data: Mapping[int, LayerPages]
-    ) -> None:
-        """The reverse of read_pages(), for every layer in `data`. Raises KeyError for a layer that is not here."""
-        for layer_index, pages in data.items():
-            self.write_layer(layer_index, full_pages if self.is_full(layer_index) else window_pages, pages)
-
-    def is_full(self, layer_index: int) -> bool:
-        """Whether the layer's pages are those of the full pool. Raises KeyError for an unknown layer."""
-        if layer_index not in self._keys:
-            raise KeyError(layer_index)
-        return layer_index in self.full_layer_indices
 
     def _add_layer(self, spec: LayerGeometry, num_pages: int) -> None:
         shape = (num_pages, self.layout.page_size, spec.num_kv_heads)

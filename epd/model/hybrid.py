@@ -140,12 +140,3 @@ class HybridModel(nn.Module):
                 parameter.normal_(std=residual_std if kind in ("o_proj", "down") else std, generator=generator)
         for buffer in self.buffers():
             buffer.zero_()
-
-    @torch.no_grad()
-    def balance_experts(self, stats: RouterStats, step: float) -> None:
-        """Move each correction bias by `step`: up for experts below their layer's mean load, down for those above."""
-        for layer_index, counts_E in stats.tokens_per_expert().items():
-            moe = self.layers[layer_index].mlp
-            assert isinstance(moe, Moe)
-            load_E = counts_E.float()
-            moe.correction_bias += step * torch.sign(load_E.mean() - load_E)

@@ -76,7 +76,9 @@ class Worker:
             return f"{self.address}: not connected"
         if self.info is None:
             return f"{self.address}: has not answered yet"
-        return None if self.info.ready else f"{self.address}: still loading"
+        if self.info.ready:
+            return None
+        return f"{self.address}: takes no new work, because it is shutting down or has just handed a request back"
 
     def load(self) -> WorkerLoad:
         """Only of a worker that has answered."""

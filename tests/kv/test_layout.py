@@ -48,10 +48,9 @@ def test_bytes_equal_the_published_arithmetic(
     assert model.window_bytes_per_token == windowed
     assert model.full_page_bytes == growing * 16
     assert model.window_page_bytes == windowed * 16
-    assert model.sequence_bytes(128, window_tokens=128) - 128 * growing == constant
-    assert model.sequence_bytes(131_072, window_tokens=128) == at_128k + constant
-    assert model.sequence_bytes(1_048_576, window_tokens=128) == at_1m + constant
-    assert model.sequence_bytes(100, window_tokens=128) == 100 * (growing + windowed)
+    assert model.window_bytes_per_token * 128 == constant
+    assert model.full_bytes_per_token * 131_072 == at_128k
+    assert model.full_bytes_per_token * 1_048_576 == at_1m
 
 
 def test_draft_heads_cost_15360_bytes_per_windowed_token() -> None:
@@ -62,8 +61,8 @@ def test_draft_heads_cost_15360_bytes_per_windowed_token() -> None:
 
 
 def test_keeping_everything_would_cost_what_the_specification_says() -> None:
-    assert layout(9, 39, 4).sequence_bytes(1, window_tokens=1) == 222_720
-    assert layout(10, 60, 8).sequence_bytes(1, window_tokens=1) == 358_400
+    for model, per_token in ((layout(9, 39, 4), 222_720), (layout(10, 60, 8), 358_400)):
+        assert model.full_bytes_per_token + model.window_bytes_per_token == per_token
 
 
 def test_window_is_the_widest_layer() -> None:
@@ -111,7 +110,8 @@ def test_longer_sequences_shift_the_budget_to_full_pages() -> None:
 
 
 def test_too_small_a_budget_is_refused_by_name() -> None:
-    with pytest.raises(PoolTooSmall, match=r"KV budget of 1,048,576 bytes is below the [\d,]+ that 16 sequences"):
+    numbers = r"1,048,576 bytes is below the [\d,]+ that are the least: 528 full pages .* and 304 window pages"
+    with pytest.raises(PoolTooSmall, match=numbers):
         plan_pools(layout(9, 39, 4), 1 << 20, expected_sequence_tokens=8192, max_running=16, chunk_tokens=2048)
 
 

@@ -46,10 +46,12 @@ def test_pages_travel_between_storages_of_different_sizes() -> None:
         source.keys(index).copy_(torch.randn(source.keys(index).shape, generator=generator))
         source.values(index).copy_(torch.randn(source.values(index).shape, generator=generator))
     target.keys(0).fill_(7.0)
-    data = source.read_pages([4, 0, 2], [2, 1])
-    assert all(tensor.is_contiguous() for pair in data.values() for tensor in pair)
-    target.write_pages([7, 8, 1], [6, 0], data)
-    for index, ours, theirs in ((0, [4, 0, 2], [7, 8, 1]), (2, [4, 0, 2], [7, 8, 1]), (1, [2, 1], [6, 0])):
+    moves = ((0, [4, 0, 2], [7, 8, 1]), (2, [4, 0, 2], [7, 8, 1]), (1, [2, 1], [6, 0]))
+    for index, ours, theirs in moves:
+        data = source.read_layer(index, ours)
+        assert all(tensor.is_contiguous() for tensor in data)
+        target.write_layer(index, theirs, data)
+    for index, ours, theirs in moves:
         assert torch.equal(target.keys(index)[theirs], source.keys(index)[ours])
         assert torch.equal(target.values(index)[theirs], source.values(index)[ours])
     untouched = [page for page in range(9) if page not in (7, 8, 1)]
@@ -66,9 +68,9 @@ def test_reading_copies_and_keys_are_views() -> None:
 
 
 def test_nothing_to_move_is_a_valid_transfer() -> None:
-    data = storage().read_pages([], [])
-    assert data[0][0].shape == (0, 4, 1, 6)
-    storage().write_pages([], [], data)
+    data = storage().read_layer(0, [])
+    assert data[0].shape == (0, 4, 1, 6)
+    storage().write_layer(0, [], data)
 
 
 def test_wrong_shapes_pages_and_layers_are_refused() -> None:
@@ -83,4 +85,4 @@ def test_wrong_shapes_pages_and_layers_are_refused() -> None:
     with pytest.raises(IndexError, match=r"\[-1\]"):
         held.read_layer(0, [-1])
     with pytest.raises(KeyError):
-        held.write_pages([0], [0], {9: (keys, values)})
+        held.write_layer(9, [0, 1], (keys, values))

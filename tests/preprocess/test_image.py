@@ -152,7 +152,7 @@ def test_tiny_pictures(size: tuple[int, int]) -> None:
 def test_the_header_alone_decides_about_size() -> None:
     chunk = b"IHDR" + struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
     bomb = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
-    with pytest.raises(MediaTooLarge, match="pixels"):
+    with pytest.raises(MediaTooLarge, match=r"more pixels than are decoded here \(PNG"):
         decode_image(bomb + b"\0\0\0\0IDAT", LIMITS)
     with pytest.raises(MediaTooLarge, match="53 x 37"):
         decode_image(picture_file(PIXELS), DecodeLimits(max_image_pixels=1000))
@@ -163,7 +163,7 @@ def test_the_header_alone_decides_about_size() -> None:
 def test_truncated_pictures_are_errors(kind: str, share: float) -> None:
     noise = np.random.default_rng(3).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     content = picture_file(noise, kind)
-    with pytest.raises(MediaUndecodable):
+    with pytest.raises(MediaUndecodable, match=r"^damaged (or truncated )?image \([A-Za-z]+, \d+ bytes\): it"):
         decode_image(content[: int(len(content) * share)], LIMITS)
 
 

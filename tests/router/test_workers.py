@@ -133,7 +133,7 @@ async def test_a_worker_is_used_once_it_has_said_it_is_ready() -> None:
         with pytest.raises(StageUnavailable, match="both"):
             await fleet.submit(request(), give_up_s=clock.now_s)
         await hand.answer_hello(ready=False)
-        assert "loading" in (fleet.workers[0].why_not_ready() or "")
+        assert "takes no new work" in (fleet.workers[0].why_not_ready() or "")
         waiting = asyncio.create_task(fleet.submit(request(), give_up_s=clock.now_s + 10))
         await asyncio.sleep(0.005)
         assert not waiting.done()
