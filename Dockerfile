@@ -1,4 +1,5 @@
-# One image for every role: `docker run IMAGE serve --mode epd`, or a single stage (see the README).
+# docker run --shm-size 1g -p 8000:8000 IMAGE
+# Embeddings lie in shared memory: the encoder's arena (256 MiB by default) does not fit Docker's 64 MB.
 FROM python:3.11-slim AS build
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
@@ -20,5 +21,6 @@ EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=3s --start-period=60s \
     CMD python -c "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/ready', timeout=2)"
 ENTRYPOINT ["mimo"]
-# Inside a container loopback reaches nobody, so the container binds all its interfaces; publish the port as you see fit.
-CMD ["serve", "--mode", "epd", "--host", "0.0.0.0"]
+# Inside a container loopback reaches nobody, so all its interfaces are bound; publish the port as you see fit.
+ENV MIMO_GATEWAY__HOST=0.0.0.0
+CMD ["serve", "--mode", "epd"]

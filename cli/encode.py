@@ -53,7 +53,7 @@ def encode(
 ) -> None:
     """Turn media into embeddings.
 
-    Each file becomes one tensor [rows, width], named as the file was given; its grid, time stamps and key stand as JSON
+    Each file becomes one tensor, rows by width, named as the file was given; its grid, time stamps and key stand as JSON
     under the same name in the metadata. A file that cannot be decoded is reported and left out, and the exit code is 1.
 
     Example: mimo encode samples/clip.mp4 samples/picture.png --out media.safetensors
@@ -76,7 +76,7 @@ def encode(
     encoder = LocalEncoder(model_dir, threads=threads)
     done = _encode_all(encoder, inputs, options, quiet=as_json)
     if done.tensors:
-        _write(target, done.tensors, {"model": model_name} | {name: json.dumps(e) for name, e in done.metadata.items()})
+        _write(target, done.tensors, {name: json.dumps({"model": model_name} | e) for name, e in done.metadata.items()})
     if as_json:
         for name, entry in done.metadata.items():
             typer.echo(json.dumps({"file": name, "out": str(target)} | entry))

@@ -87,6 +87,7 @@ _SECTIONS: dict[str, type[Any]] = {
 # [prefill] and [decode] override [engine] for their role; the replica counts live with the stages.
 _STAGES = ("encoder", "prefill", "decode")
 _TOP_LEVEL = ("mode", "model", "model_name")
+_LISTS = ("media_roots", "api_keys")
 
 
 def _allowed_keys(section: str) -> list[str]:
@@ -145,11 +146,10 @@ def env_settings(environ: Mapping[str, str]) -> dict[str, Any]:
         if not name.startswith(ENV_PREFIX) or name == "MIMO_VENV":
             continue
         section, _, key = name.removeprefix(ENV_PREFIX).lower().partition("__")
-        parsed: Any = value.split(os.pathsep) if key in ("media_roots", "api_keys") else value
         if key:
-            settings.setdefault(section, {})[key] = parsed
+            settings.setdefault(section, {})[key] = value
         else:
-            settings[section] = parsed
+            settings[section] = value
     return settings
 
 
@@ -171,7 +171,9 @@ def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
             for key, item in value.items():
                 if key not in _allowed_keys(name):
                     raise ConfigError(f"unknown key {name}.{key}; allowed: {', '.join(_allowed_keys(name))}")
-                merged.setdefault(name, {})[key] = item
+                # From the environment and from --set a list comes as text, like a search path.
+                as_list = key in _LISTS and isinstance(item, str)
+                merged.setdefault(name, {})[key] = item.split(os.pathsep) if as_list else item
     return merged
 
 
@@ -256,7 +258,11 @@ def _counts(mode: Mode, settings: Mapping[str, Any]) -> dict[str, int]:
         for stage, count in counts.items():
             if count != 1:
                 raise ConfigError(f"{stage}.replicas is {count}; unified mode is one process, allowed: 1")
-    return counts if mode == "epd" else counts | {"decode": 0}
+    if mode == "epd":
+        return counts
+    if settings.get("decode"):
+        raise ConfigError(f"decode.{next(iter(settings['decode']))} is set, but mode {mode} has no decode stage")
+    return counts | {"decode": 0}
 
 
 def _replicas(stage: str, values: Mapping[str, Any]) -> int:

@@ -22,8 +22,11 @@ def run_directory(parent: Path | None = None) -> Iterator[Path]:
     parent = Path(tempfile.gettempdir()) if parent is None else parent
     sweep(parent)
     directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-    with (directory / _LOCK).open("wb") as lock:
+    unlocked = directory / f"{_LOCK}.new"
+    with unlocked.open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        # Under its real name only once it is locked: another run's sweep never sees it free.
+        unlocked.rename(directory / _LOCK)
         try:
             yield directory
         finally:

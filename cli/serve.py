@@ -19,7 +19,7 @@ from rich.console import Console
 from cli.load import BUILTIN_MODELS, MODES, ConfigError, ServeConfig, as_json, load
 from cli.runtime import run_directory
 from cli.stage import EncoderStage, GatewayStage, Stage, WorkerStage
-from cli.supervisor import StageEvent, StageFailed, Supervisor
+from cli.supervisor import StageEvent, StageFailed, StageRefused, Supervisor
 
 console = Console(stderr=True, highlight=False)
 
@@ -88,7 +88,7 @@ def serve(
             asyncio.run(_serve(resolved))
     except StageFailed as error:
         console.print(f"[red]mimo serve:[/] {error}")
-        raise typer.Exit(1) from error
+        raise typer.Exit(2 if isinstance(error, StageRefused) else 1) from error
 
 
 def _flags(named: dict[str, Any], free: Sequence[str]) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _flags(named: dict[str, Any], free: Sequence[str]) -> dict[str, Any]:
 
 
 def build_stages(config: ServeConfig) -> list[Stage]:
-    """The processes of a deployment in order of start: what is asked first comes up first, the gateway last."""
+    """The processes of a deployment, the gateway last."""
     arena_prefix = config.runtime_dir.name
     stages: list[Stage] = [
         EncoderStage(

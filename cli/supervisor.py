@@ -17,12 +17,16 @@ from pathlib import Path
 from typing import Literal
 
 from cli.load import SupervisorConfig
-from cli.stage import EXIT_USAGE, Stage, stage_kind, write_settings
+from cli.stage import EXIT_USAGE, GatewayStage, Stage, stage_kind, write_settings
 from cli.watch import Watch
 
 
 class StageFailed(Exception):
-    """A stage cannot run: it refused its settings, or keeps exiting by itself soon after its start."""
+    """A stage cannot run: it keeps exiting by itself soon after its start."""
+
+
+class StageRefused(StageFailed):
+    """A stage refused its settings; starting it again is no use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,7 @@ class StageEvent:
 
 
 class Supervisor:
-    """Owns the child processes. `stages` are started in order and stopped in reverse: the gateway belongs last."""
+    """Owns the child processes. All are started at once; the gateway is stopped before those it needs."""
 
     def __init__(
         self,
@@ -77,26 +81,29 @@ class Supervisor:
         await asyncio.shield(self._failure)
 
     async def stop(self) -> None:
-        """SIGTERM each process in reverse order of start, wait for its drain, SIGKILL what overstays `drain_s`."""
+        """SIGTERM the gateway, wait for its drain, then the others; SIGKILL what overstays `drain_s`."""
         self._stopping = True
         if self._watching is not None:
             # A stage that drains answers no probes; from here on only `drain_s` counts.
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
-        for stage in reversed(self._stages):
-            process = self._processes.get(stage.name)
-            if process is not None and process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.terminate()
-                try:
-                    await asyncio.wait_for(process.wait(), self._config.drain_s)
-                except TimeoutError:
-                    process.kill()
-                    await process.wait()
-            keeper = self._keepers.get(stage.name)
-            if keeper is not None:
-                keeper.cancel()
-                await asyncio.gather(keeper, return_exceptions=True)
+        gateways = [stage for stage in self._stages if isinstance(stage, GatewayStage)]
+        await asyncio.gather(*(self._end(stage) for stage in gateways))
+        await asyncio.gather(*(self._end(stage) for stage in self._stages if stage not in gateways))
+
+    async def _end(self, stage: Stage) -> None:
+        process, keeper = self._processes.get(stage.name), self._keepers.get(stage.name)
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), self._config.drain_s)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+        if keeper is not None:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
 
     def _settings_path(self, stage: Stage) -> Path:
         return self._runtime_dir / f"{stage.name}.json"
@@ -156,8 +163,11 @@ class Supervisor:
             process.kill()
 
     def _give_up(self, stage: Stage, returncode: int, num_exits: int) -> None:
-        reason = "refused its settings" if returncode == EXIT_USAGE else f"exited by itself {num_exits} times in a row"
-        self._fail(StageFailed(f"{stage.name} {reason} (exit code {returncode}); see its log above"))
+        if returncode == EXIT_USAGE:
+            self._fail(StageRefused(f"{stage.name} refused its settings; see its log above"))
+        else:
+            times = f"{num_exits} times in a row (exit code {returncode})"
+            self._fail(StageFailed(f"{stage.name} exited by itself {times}; see its log above"))
 
 
 def _ignore_interrupt() -> None:

@@ -2,14 +2,15 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 
 import torch
 
-from cli.load import ServeConfig
+from cli.load import ConfigError, ServeConfig
 from encoder import MemoryLink, open_server
 from encoder.client import EncoderClient
-from epd import EngineThread, MemoryNetwork, Renderer, create_app, fetch_limits, start_gateway
+from encoder.errors import EncoderError
+from epd import REFUSALS, EngineThread, MemoryNetwork, Renderer, create_app, fetch_limits, start_gateway
 from preprocess.fetch import Fetcher
 
 
@@ -20,12 +21,19 @@ async def unified_server(config: ServeConfig) -> AsyncIterator[int]:
     (encoder_config,) = config.encoders
     torch.set_num_threads(engine_config.threads)
     network = MemoryNetwork()
-    engine = await asyncio.to_thread(EngineThread, engine_config, network.endpoint(config.gateway.prefill[0]))
-    engine.start()
-    try:
-        arena = f"{config.runtime_dir.name}-encoder-0"
-        with open_server(encoder_config, model_dir=config.model_dir, name="encoder-0", arena=arena) as encoder:
-            encoder.start()
+    arena = f"{config.runtime_dir.name}-encoder-0"
+    with ExitStack() as stack:
+        try:
+            engine = await asyncio.to_thread(EngineThread, engine_config, network.endpoint(config.gateway.prefill[0]))
+            encoder = stack.enter_context(
+                open_server(encoder_config, model_dir=config.model_dir, name="encoder-0", arena=arena)
+            )
+        except (*REFUSALS, EncoderError) as error:
+            raise ConfigError(str(error)) from error
+        stack.callback(engine.stop)
+        engine.start()
+        encoder.start()
+        try:
             async with (
                 Fetcher(fetch_limits(config.gateway)) as fetcher,
                 EncoderClient([MemoryLink(config.gateway.encoders[0], encoder)]) as client,
@@ -42,10 +50,9 @@ async def unified_server(config: ServeConfig) -> AsyncIterator[int]:
                     yield port
                 finally:
                     await runner.cleanup()
+        finally:
             await encoder.stop()
-    finally:
-        await asyncio.to_thread(engine.drain, config.supervisor.drain_s)
-        engine.stop()
+            await asyncio.to_thread(engine.drain, config.supervisor.drain_s)
 
 
 async def serve_unified(config: ServeConfig, stop: asyncio.Event, *, on_ready: Callable[[], None]) -> None:

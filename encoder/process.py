@@ -79,7 +79,7 @@ async def serve(server: EncoderServer, address: str, stop: asyncio.Event) -> Non
 
 
 def run_encoder(config: EncoderConfig, *, model_dir: Path, name: str, address: str, arena: str) -> None:
-    """Run a replica in this process until SIGTERM or SIGINT.
+    """Run a replica in this process until SIGTERM.
 
     What keeps it from starting ends it with one line in the log: exit code 2 for settings or a checkpoint that cannot
     work, where starting again is no use, and 1 for a host without enough shared memory.
@@ -88,9 +88,8 @@ def run_encoder(config: EncoderConfig, *, model_dir: Path, name: str, address: s
     async def main() -> None:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
-        for signal_number in (signal.SIGTERM, signal.SIGINT):
-            with contextlib.suppress(NotImplementedError):
-                loop.add_signal_handler(signal_number, stop.set)
+        # SIGINT is the supervisor's: a Ctrl-C reaches every stage at once and would end them in no order.
+        loop.add_signal_handler(signal.SIGTERM, stop.set)
         with contextlib.ExitStack() as stack:
             try:
                 server = stack.enter_context(open_server(config, model_dir=model_dir, name=name, arena=arena))

@@ -3,13 +3,14 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from epd.engine.worker import EngineThread, run_worker
+    from epd.engine.worker import REFUSALS, EngineThread, run_worker
     from epd.gateway.app import create_app, start_gateway
     from epd.gateway.process import fetch_limits, run_gateway
     from epd.gateway.render import Renderer
     from epd.transport.memory import MemoryNetwork
 
 __all__ = [
+    "REFUSALS",
     "EngineThread",
     "MemoryNetwork",
     "Renderer",
@@ -21,6 +22,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "REFUSALS": "epd.engine.worker",
     "EngineThread": "epd.engine.worker",
     "MemoryNetwork": "epd.transport.memory",
     "Renderer": "epd.gateway.render",

@@ -92,7 +92,6 @@ class GatewayConfig:
     max_media: int = 256
     max_inflight: int = 256
     request_timeout_s: float = 300.0
-    connect_timeout_s: float = 2.0
     heartbeat_s: float = 0.5
     # Shorter than `EngineConfig.peer_timeout_s`: the gateway gives a silent worker up before the worker gives it up.
     worker_timeout_s: float = 15.0

@@ -38,7 +38,7 @@ def main() -> None:
     tones = audio.sample(SEED, 0)
     sound = next(part for part in tones.turns[0].question if isinstance(part, Sound))
     (FOLDER / "tones.wav").write_bytes(wav_bytes(sound.samples_N))
-    recall = text.crowd(SEED, 0).turns[0]
+    recall = text.sample(SEED, 0).turns[0]
     (FOLDER / "recall.txt").write_text(f"{recall.question[0]}\n")
     rows = (
         ("picture.png", "What is in the picture?", picture.turns[0].answer),

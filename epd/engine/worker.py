@@ -52,7 +52,7 @@ class Engine:
 
 
 def run_worker(config: EngineConfig, *, address: str) -> None:
-    """A whole worker process at a ZMQ address: returns after SIGTERM or SIGINT, when what was running has finished.
+    """A whole worker process at a ZMQ address: returns after SIGTERM, when what was running has finished.
 
     Settings or a checkpoint that cannot work end it with one line in the log and exit code 2: starting again is no use.
     """
@@ -65,7 +65,7 @@ def run_worker(config: EngineConfig, *, address: str) -> None:
 
 
 def serve(config: EngineConfig, endpoint: Endpoint) -> None:
-    """Build the engine on `endpoint` and run it in the main thread; SIGTERM and SIGINT drain it."""
+    """Build the engine on `endpoint` and run it in the main thread; SIGTERM drains it."""
     torch.set_num_threads(config.threads)
     try:
         engine = build_engine(config, endpoint)
@@ -76,8 +76,8 @@ def serve(config: EngineConfig, endpoint: Endpoint) -> None:
     def drain(signum: int, frame: FrameType | None) -> None:
         engine.loop.drain()
 
+    # SIGINT is the supervisor's: a Ctrl-C reaches every stage at once and would drain them in no order.
     signal.signal(signal.SIGTERM, drain)
-    signal.signal(signal.SIGINT, drain)
     logger.info("worker %s (%s) serves %s at %s", config.name, config.role, config.model_name, endpoint.address)
     engine.loop.run()
 

@@ -49,13 +49,13 @@ async def serve_gateway(config: GatewayConfig, stop: asyncio.Event) -> None:
 
 
 def run_gateway(config: GatewayConfig) -> None:
-    """Run the gateway in this process until SIGTERM or SIGINT."""
+    """Run the gateway in this process until SIGTERM."""
 
     async def main() -> None:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
+        # SIGINT is the supervisor's: a Ctrl-C reaches every stage at once and would end them in no order.
+        loop.add_signal_handler(signal.SIGTERM, stop.set)
         await serve_gateway(config, stop)
 
     uvloop.run(main())

@@ -64,6 +64,7 @@ def test_stage_section_overrides_engine_for_its_role(tmp_path: Path) -> None:
         ({"engine": {"page_size": "7.5"}}, ["engine.page_size", "7.5"]),
         ({"fetch": {"media_roots": ["/no/such/directory"]}}, ["media_roots", "/no/such/directory"]),
         ({"mode": "unified", "encoder": {"replicas": 2}}, ["encoder.replicas", "2", "unified"]),
+        ({"mode": "e-pd", "decode": {"max_running": 2}}, ["decode.max_running", "e-pd"]),
         ({"gateway": {"drain_s": 20}}, ["supervisor.drain_s", "gateway.drain_s", "20"]),
         ({"gateway": {"encoders": ["tcp://elsewhere"]}}, ["gateway.encoders"]),
     ],

@@ -119,9 +119,9 @@ def test_file_equals_server(encoded: Path, tmp_path: Path) -> None:
 
 def test_metadata_describes_each_tensor(encoded: Path) -> None:
     tensors, metadata = read(encoded)
-    assert metadata["model"] == "mimo-nano"
     for name, rows in tensors.items():
         entry = json.loads(metadata[name])
+        assert entry["model"] == "mimo-nano"
         assert [entry["rows"], entry["width"]] == list(rows.shape)
         if entry["modality"] != "audio":
             t, h, w = entry["grid_thw"]
