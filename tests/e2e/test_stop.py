@@ -1,0 +1,92 @@
+"""How a deployment ends: in order, whatever the signal; nobody's answer is torn, nothing is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.service import ROOT, Answer, Service, free_port
+
+pytestmark = pytest.mark.e2e
+
+NUM_STREAMS = 8
+MAX_TOKENS = 150
+
+
+def ask_all(service: Service) -> tuple[list[threading.Thread], list[Answer]]:
+    """Long answers under way; more than run at once, so that some still wait when the signal comes."""
+    answers: list[Answer] = []
+
+    def ask(number: int) -> None:
+        answers.append(service.ask(f"Count from {number} to 90.", max_tokens=MAX_TOKENS, ignore_eos=True))
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(NUM_STREAMS)]
+    for thread in threads:
+        thread.start()
+    return threads, answers
+
+
+@pytest.mark.parametrize("mode", ["epd", "unified"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_runs_is_finished_and_nothing_is_left(tmp_path: Path, number: signal.Signals, mode: str) -> None:
+    """SIGINT goes to the whole process group, as a terminal's Ctrl-C does."""
+    port = free_port()
+    log_path = tmp_path / "serve.log"
+    command = [
+        sys.executable,
+        "-m",
+        "cli",
+        "serve",
+        "--mode",
+        mode,
+        "--port",
+        str(port),
+        "--set",
+        "engine.max_running=2",
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    with (
+        log_path.open("wb") as log,
+        subprocess.Popen(command, cwd=ROOT, stderr=log, env=environment, start_new_session=True) as process,
+    ):
+        service = Service(f"http://127.0.0.1:{port}", process.pid, log_path)
+        service.wait_ready()
+        (runtime_dir,) = tmp_path.glob("mimo-*")
+        threads, answers = ask_all(service)
+        time.sleep(0.5)
+        if number is signal.SIGINT:
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        for thread in threads:
+            thread.join(60)
+        assert process.wait(60) == 0, log_path.read_text()[-3000:]
+    assert [answer.status for answer in answers] == [200] * NUM_STREAMS, answers
+    assert all(answer.body["usage"]["completion_tokens"] == MAX_TOKENS for answer in answers)
+    assert service.stages() == {}
+    assert not runtime_dir.exists()
+    assert list(Path("/dev/shm").glob(f"{runtime_dir.name}*")) == []
+
+
+@pytest.mark.parametrize("mode", ["epd", "unified"])
+@pytest.mark.parametrize(
+    ("setting", "word"),
+    [
+        ("engine.kv_budget_bytes=100000", "100000"),
+        ("engine.dtype=float7", "float7"),
+        ("encoder.dtype=x", "encoder.dtype"),
+    ],
+)
+def test_settings_that_cannot_work_end_with_code_2(mode: str, setting: str, word: str) -> None:
+    command = [sys.executable, "-m", "cli", "serve", "--mode", mode, "--port", str(free_port()), "--set", setting]
+    arguments: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "check": False, "timeout": 120}
+    done = subprocess.run(command, **arguments)
+    assert done.returncode == 2, done.stderr
+    assert word in done.stderr.replace(",", "")
+    assert "Traceback" not in done.stderr
