@@ -26,6 +26,8 @@ MODES: tuple[Mode, ...] = ("epd", "e-pd", "unified")
 BUILTIN_MODELS = {"mimo-nano": Path(__file__).parent.parent / "epd" / "builtin" / "mimo-nano"}
 CONFIGS = Path(__file__).parent.parent / "configs"
 ENV_PREFIX = "MIMO_"
+# Of scripts/check and of the tests.
+_NOT_SETTINGS = ("MIMO_VENV", "MIMO_TEST_EFFORT")
 
 SettingsT = TypeVar("SettingsT")
 
@@ -143,7 +145,7 @@ def env_settings(environ: Mapping[str, str]) -> dict[str, Any]:
     """`MIMO_MODE=unified`, `MIMO_GATEWAY__PORT=9000`: section and key are parted by two underscores."""
     settings: dict[str, Any] = {}
     for name, value in environ.items():
-        if not name.startswith(ENV_PREFIX) or name == "MIMO_VENV":
+        if not name.startswith(ENV_PREFIX) or name in _NOT_SETTINGS:
             continue
         section, _, key = name.removeprefix(ENV_PREFIX).lower().partition("__")
         if key:
