@@ -53,8 +53,9 @@ def encode(
 ) -> None:
     """Turn media into embeddings.
 
-    Each file becomes one tensor, rows by width, named as the file was given; its grid, time stamps and key stand as JSON
-    under the same name in the metadata. A file that cannot be decoded is reported and left out, and the exit code is 1.
+    Each file becomes one tensor, rows by width, named as the file was given; its grid, time stamps and key stand as
+    JSON under the same name in the metadata. A file that cannot be decoded is reported and left out, and the exit code
+    is 1.
 
     Example: mimo encode samples/clip.mp4 samples/picture.png --out media.safetensors
     """
