@@ -24,6 +24,7 @@ from preprocess.config import AudioBudget, DecodeLimits
 from preprocess.container import FrameReader, open_container
 from preprocess.errors import MediaTooLarge, MediaUndecodable, MediaUnsupported
 from preprocess.sniff import describe, sniff
+from preprocess.truncation import lacks_end_mark, num_declared_samples, num_missing_bytes
 from preprocess.types import MelFrames, Waveform
 
 # Opus goes to FFmpeg although libsndfile reads it: three times faster there.
@@ -35,6 +36,8 @@ _BLOCK_FRAMES: Final = 8192
 # A damaged header may claim 1 Hz, which resampling would turn into gigabytes.
 _MIN_RATE_HZ: Final = 1000
 _MAX_RATE_HZ: Final = 768_000
+_MP3_FRAME_SAMPLES: Final = 1152
+_ENDLESS_FRAMES: Final = 2**63 - 1
 # Above this many taps the strided filter would hold mostly zeros; see `resample`.
 _MAX_DENSE_TAPS: Final = 1 << 20
 
@@ -43,20 +46,26 @@ def no_deadline() -> None:
     """The deadline check of a call without a deadline."""
 
 
-def decode_audio(content: bytes, limits: DecodeLimits, *, check_deadline: Callable[[], None] = no_deadline) -> Waveform:
-    """All samples of a sound file, or of the audio track of a video file. `check_deadline` may raise to give up.
+def decode_audio(
+    content: bytes, limits: DecodeLimits, *, check_deadline: Callable[[], None] = no_deadline
+) -> tuple[Waveform, tuple[str, ...]]:
+    """All samples of a sound file, or of the audio track of a video file, and warnings of what was left out.
 
-    Raises MediaUndecodable for empty, silent-of-samples, damaged or non-finite sound, MediaUnsupported for other
-    kinds of file, MediaTooLarge for one that lasts too long.
+    `check_deadline` may raise to give up. Raises MediaUndecodable for sound that is empty, has no samples, is damaged,
+    cut short or not finite, MediaUnsupported for other kinds of file, MediaTooLarge for one that lasts too long.
     """
+    waveform: Waveform | None = None
+    warnings: tuple[str, ...] = ()
     if sniff(content) in _SOUNDFILE_KINDS or (sniff(content) == "Ogg" and b"vorbis" in content[:256]):
-        waveform = _decode_with_soundfile(content, limits)
-        if waveform is not None:
-            return _checked(waveform, content)
-    waveform, _ = _decode_with_ffmpeg(content, limits, check_deadline)
+        waveform, warnings = _decode_with_soundfile(content, limits)
+    if waveform is None:
+        waveform, warnings = _decode_with_ffmpeg(content, limits, check_deadline)
     if waveform is None:
         raise MediaUndecodable(f"no decodable audio in the file ({describe(content)})")
-    return _checked(waveform, content)
+    _check_whole(waveform, content)
+    if lacks_end_mark(content):
+        warnings = (*warnings, "the sound ends without its end mark; it may be cut short")
+    return _checked(waveform, content), warnings
 
 
 def decode_track(
@@ -72,11 +81,23 @@ def decode_track(
 
 
 def _checked(waveform: Waveform, content: bytes) -> Waveform:
-    if waveform.samples.shape[1] == 0:
-        raise MediaUndecodable(f"the audio holds no samples ({describe(content)})")
     if not np.isfinite(waveform.samples).all():
         raise MediaUndecodable(f"the audio holds values that are not finite ({describe(content)})")
     return waveform
+
+
+def _check_whole(waveform: Waveform, content: bytes) -> None:
+    num_missing = num_missing_bytes(content)
+    if num_missing:
+        raise MediaUndecodable(
+            f"truncated audio ({describe(content)}): its header declares {num_missing} bytes more than there are"
+        )
+    num_samples, num_declared = waveform.samples.shape[1], num_declared_samples(content)
+    if num_declared is not None and num_samples < num_declared:
+        raise MediaUndecodable(
+            f"damaged or truncated audio ({describe(content)}): its header declares {num_declared} samples, "
+            f"{num_samples} decode"
+        )
 
 
 def _check_duration(num_samples: int, rate_hz: int, limits: DecodeLimits) -> None:
@@ -96,15 +117,23 @@ class _SoundBytes(io.BytesIO):
             return super().seek(0)
 
 
-def _decode_with_soundfile(content: bytes, limits: DecodeLimits) -> Waveform | None:
-    """None for files libsndfile does not take, which FFmpeg then judges."""
+def _decode_with_soundfile(content: bytes, limits: DecodeLimits) -> tuple[Waveform | None, tuple[str, ...]]:
+    """The sound and warnings; no sound for files libsndfile does not take, which FFmpeg then judges."""
     try:
         with soundfile.SoundFile(_SoundBytes(content)) as file:
+            # Recorders that write to a pipe leave the length out. libsndfile takes that for none or for endless.
+            if file.frames in (0, _ENDLESS_FRAMES):
+                return None, ()
             _check_duration(file.frames, file.samplerate, limits)
             samples_NC = file.read(dtype="float32", always_2d=True)
-            return Waveform(samples=np.ascontiguousarray(samples_NC.T), rate_hz=file.samplerate)
+            waveform = Waveform(samples=np.ascontiguousarray(samples_NC.T), rate_hz=file.samplerate)
+            num_missing = file.frames - len(samples_NC)
     except (soundfile.SoundFileError, ValueError):
-        return None
+        return None, ()
+    # MP3 headers are often a little off, so a shortfall is told and not refused.
+    if num_missing > _MP3_FRAME_SAMPLES:
+        return waveform, (f"the file announces {num_missing} samples more than it holds",)
+    return waveform, ()
 
 
 def _decode_with_ffmpeg(

@@ -116,7 +116,7 @@ def _video_layout(video: SampledVideo, mel: MelFrames | None, config: ProcessorC
 def _prepare_audio(
     content: bytes, config: ProcessorConfig, key: MediaKey, check_deadline: Callable[[], None]
 ) -> PreparedMedia:
-    waveform = decode_audio(content, config.limits, check_deadline=check_deadline)
+    waveform, warnings = decode_audio(content, config.limits, check_deadline=check_deadline)
     mel = log_mel(waveform, config.audio)
     layout = MediaLayout(modality=Modality.AUDIO, num_audio_rows=mel.num_tokens)
-    return PreparedMedia(key=key, layout=layout, patches=None, mel=mel)
+    return PreparedMedia(key=key, layout=layout, patches=None, mel=mel, warnings=warnings)

@@ -10,12 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from preprocess import DecodeLimits, MediaError, MediaTooLarge, MediaUndecodable, MediaUnsupported, Waveform
-from preprocess.audio import decode_audio, decode_track, log_mel, resample
+from preprocess import DecodeLimits, MediaError, MediaTooLarge, MediaUndecodable, MediaUnsupported, Waveform, audio
+from preprocess.audio import decode_track, log_mel, resample
 from preprocess.config import AudioBudget
 from tests.fakes.clips import make_video, picture_file, sine, sound_file
 
 LIMITS = DecodeLimits()
+
+
+def decode_audio(content: bytes, limits: DecodeLimits) -> Waveform:
+    """The sound of a file that gives no warning."""
+    waveform, warnings = audio.decode_audio(content, limits)
+    assert warnings == ()
+    return waveform
 
 
 @pytest.mark.parametrize("subtype", ["PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE"])
@@ -122,7 +129,7 @@ def test_a_picture_is_not_sound() -> None:
 
 
 def test_no_samples_and_no_numbers() -> None:
-    with pytest.raises(MediaUndecodable, match="no samples"):
+    with pytest.raises(MediaUndecodable, match="no decodable audio"):
         decode_audio(sound_file(np.zeros((0, 1), np.float32)), LIMITS)
     with pytest.raises(MediaUndecodable, match="not finite"):
         decode_audio(sound_file(np.full((100, 1), np.nan, np.float32), subtype="FLOAT"), LIMITS)
@@ -135,6 +142,61 @@ def test_a_trailing_chunk_and_a_lying_size_do_no_harm() -> None:
     at = content.index(b"data")
     content[at + 4 : at + 8] = struct.pack("<I", 2**31)
     assert decode_audio(bytes(content), LIMITS).samples.shape[1] >= 2400
+
+
+@pytest.mark.parametrize(
+    ("kind", "subtype"),
+    [
+        *[(kind, "PCM_16") for kind in ("WAV", "WAVEX", "RF64", "AIFF", "AU", "FLAC")],
+        *[("OGG", subtype) for subtype in ("VORBIS", "OPUS")],
+    ],
+)
+@pytest.mark.parametrize("share", [0.02, 0.5, 0.98])
+def test_truncated_sounds_are_errors(kind: str, subtype: str, share: float) -> None:
+    noise = np.random.default_rng(3).uniform(-0.3, 0.3, (30_000, 1)).astype(np.float32)
+    content = sound_file(noise, kind=kind, subtype=subtype)
+    assert decode_audio(content, LIMITS).rate_hz in (24_000, 48_000)
+    with pytest.raises(MediaUndecodable) as refusal:
+        decode_audio(content[: int(len(content) * share)], LIMITS)
+    assert f"{int(len(content) * share)} bytes" in refusal.value.message
+    assert "Errno" not in refusal.value.message
+
+
+def test_a_truncated_wav_says_how_much_is_missing() -> None:
+    content = sound_file(sine(1.0))
+    with pytest.raises(MediaUndecodable, match=r"truncated audio \(WAV, 2000 bytes\): .* 46044 bytes more"):
+        decode_audio(content[:2000], LIMITS)
+
+
+@pytest.mark.parametrize("size", [0, 0x7FFFF000, 0x80000000, 0xFFFFFFFF])
+def test_a_wav_written_to_a_pipe_declares_no_size(size: int) -> None:
+    content = bytearray(sound_file(sine(0.1)))
+    at = content.index(b"data")
+    content[at + 4 : at + 8] = struct.pack("<I", size)
+    content[4:8] = struct.pack("<I", 0xFFFFFFFF)
+    assert decode_audio(bytes(content), LIMITS).samples.shape == (1, 2400)
+
+
+def test_a_flac_of_unknown_length_is_taken() -> None:
+    content = bytearray(sound_file(sine(0.5), kind="FLAC"))
+    content[21] &= 0xF0
+    content[22:26] = bytes(4)
+    assert decode_audio(bytes(content), LIMITS).samples.shape == (1, 12_000)
+
+
+def test_an_ogg_cut_between_pages_gives_a_warning() -> None:
+    noise = np.random.default_rng(3).uniform(-0.3, 0.3, (60_000, 1)).astype(np.float32)
+    content = sound_file(noise, kind="OGG", subtype="VORBIS")
+    waveform, warnings = audio.decode_audio(content[: content.rindex(b"OggS")], LIMITS)
+    assert waveform.samples.shape[1] < 60_000
+    assert warnings == ("the sound ends without its end mark; it may be cut short",)
+
+
+def test_a_shortened_mp3_gives_a_warning() -> None:
+    content = sound_file(sine(2.0), kind="MP3")
+    waveform, (warning,) = audio.decode_audio(content[: len(content) // 2], LIMITS)
+    assert waveform.duration_s < 1.5
+    assert "samples more than it holds" in warning
 
 
 def test_duration_limit() -> None:

@@ -209,7 +209,7 @@ def test_cover_art_is_not_video() -> None:
     song = with_cover(sound_file(sine(0.5), kind="MP3"), picture_file(np.zeros((16, 16, 3), np.uint8)))
     with pytest.raises(MediaUndecodable, match="no video stream besides cover art"):
         reader_of(song)
-    assert decode_audio(song, LIMITS).duration_s == pytest.approx(0.5, abs=0.05)
+    assert decode_audio(song, LIMITS)[0].duration_s == pytest.approx(0.5, abs=0.05)
 
 
 @pytest.mark.parametrize(
