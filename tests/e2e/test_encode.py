@@ -128,9 +128,19 @@ def test_metadata_describes_each_tensor(encoded: Path) -> None:
             assert entry["rows"] == t * h * w // 4 + entry["num_audio_rows"]
         if entry["modality"] == "video":
             assert len(entry["timestamps_s"]) == t
-    # The same bytes under two names are one medium.
     keys = [json.loads(metadata[name])["key"] for name in tensors]
     assert len(set(keys)) == len(keys)
+
+
+def test_the_same_bytes_under_two_names_are_one_medium(tmp_path: Path) -> None:
+    for name in ("one.png", "two.png"):
+        (tmp_path / name).write_bytes((SAMPLES / "picture.png").read_bytes())
+    done = mimo("encode", "one.png", "two.png", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    tensors, metadata = read(tmp_path / "embeddings.safetensors")
+    first, second = sorted(tensors)
+    assert json.loads(metadata[first])["key"] == json.loads(metadata[second])["key"]
+    assert tensors[first].tobytes() == tensors[second].tobytes()
 
 
 def test_one_bad_file_costs_only_itself(media_dir: Path, tmp_path: Path) -> None:

@@ -45,7 +45,11 @@ def test_training_ids_are_the_served_ids(served: Served, task: str) -> None:
         prompt = served.prompt(*as_messages(sample, clip))
         encoded = encode(with_codes(sample))
         assert encoded.ids == prompt.ids
-        assert encoded.ids[encoded.wanted.index(True) :][: len(prompt.ids) - prompt.answer_start] or task == "text"
+        # The last turn's answer, with the end of its turn, is what training asks for last and the server would produce.
+        answer_ids = prompt.ids[prompt.answer_start :]
+        assert answer_ids == [*encode.text(sample.turns[-1].answer), encode.tokenizer.token_to_id("<|im_end|>")]
+        assert encoded.wanted[prompt.answer_start :] == [True] * len(answer_ids)
+        assert not encoded.wanted[prompt.answer_start - 1]
         places = [place for _, _, _, where, _ in encoded.pixels for place in where]
         places += [place for _, where in encoded.sounds for place in where]
         assert places == [place for where, _ in prompt.rows for place in where]
