@@ -54,6 +54,10 @@ MEDIA_FAULTS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "text named png": (part("image", data_url("image/png", b"just a note\n" * 20)), (415, 422)),
     "empty image": (part("image", data_url("image/png", b"")), (400, 415, 422)),
     "svg": (part("image", data_url("image/svg+xml", b"<svg xmlns='http://www.w3.org/2000/svg'/>")), (415,)),
+    "truncated sound": (
+        part("audio", data_url("audio/wav", (SAMPLES / "tones.wav").read_bytes()[:2000])),
+        (422,),
+    ),
     "zero-byte audio": (part("audio", data_url("audio/wav", b"")), (400, 415, 422)),
     "video without frames": (part("video", data_url("video/mp4", empty_video())), (415, 422)),
     "picture as audio": (part("audio", data_url("audio/wav", picture_bytes())), (415, 422)),
@@ -75,6 +79,8 @@ def test_a_bad_medium_is_refused_by_name(epd: Service, fault: str) -> None:
     error = answer.body["error"]
     assert "messages[0].content[1]" in error["param"], error
     assert error["message"]
+    assert "Errno" not in error["message"], error
+    assert "<none>" not in error["message"], error
     assert error["code"]
     assert answer.seconds < FAULT_KNOWN_S
 

@@ -45,7 +45,7 @@ def test_training_ids_are_the_served_ids(served: Served, task: str) -> None:
         prompt = served.prompt(*as_messages(sample, clip))
         encoded = encode(with_codes(sample))
         assert encoded.ids == prompt.ids
-        # The last turn's answer, with the end of its turn, is what training asks for last and the server would produce.
+        # What training asks for last is the last answer and the end of its turn, at the places the server would fill.
         answer_ids = prompt.ids[prompt.answer_start :]
         assert answer_ids == [*encode.text(sample.turns[-1].answer), encode.tokenizer.token_to_id("<|im_end|>")]
         assert encoded.wanted[prompt.answer_start :] == [True] * len(answer_ids)
