@@ -26,6 +26,7 @@ from encoder.errors import (
     KeyMismatch,
     ReplicaLost,
 )
+from encoder.failures import error_of
 from encoder.links import Handler, Link, LinkDown, MemoryLink, ZmqLink
 from encoder.ring import Ring
 from encoder.types import (
@@ -39,7 +40,6 @@ from encoder.types import (
     ReleaseLeases,
 )
 from encoder.wire import TensorFrame
-from preprocess import errors as media_errors
 from preprocess.types import MediaKey, MediaOptions, Modality
 
 if TYPE_CHECKING:
@@ -52,22 +52,6 @@ RETRYABLE = (ReplicaLost, EncoderBusy, EncoderUnavailable, KeyMismatch)
 # The server answers at the deadline; this much later the client stops believing that it will.
 REPLY_GRACE_S = 0.5
 _Answer = tuple[EncodeReply, Sequence[TensorFrame]]
-
-
-def _error_classes() -> dict[str, type[EncoderError] | type[media_errors.MediaError]]:
-    bases: list[type[Any]] = [EncoderError, media_errors.MediaError]
-    found: dict[str, type[Any]] = {}
-    for base in bases:
-        found |= {kind.code: kind for kind in (base, *base.__subclasses__())}
-    return found
-
-
-def error_of(failure: EncodeFailure) -> EncoderError | media_errors.MediaError:
-    """The exception a failure stands for, of the class that raised it on the encoder."""
-    kind = _error_classes().get(failure.code, EncoderError)
-    if issubclass(kind, EncoderError):
-        return kind(failure.message, retry_after_s=failure.retry_after_s)
-    return kind(failure.message)
 
 
 class _ReplicaState:
@@ -333,7 +317,8 @@ def _report(task: "asyncio.Task[None]") -> None:
 class ArenaReader:
     """Maps embeddings of encoders on this host by reference, without a copy.
 
-    What it returns aliases shared memory that the reference's lease keeps: use it before the lease is released.
+    `content` and `array` alias shared memory that the reference's lease keeps: use them before the lease is released.
+    `tensor` is a copy, verified as such, so it is right or EmbeddingLost with or without a lease.
     """
 
     def __init__(self, max_mapped: int = 16) -> None:
@@ -342,13 +327,8 @@ class ArenaReader:
 
     def content(self, ref: EmbeddingRef) -> memoryview:
         """The bytes of the rows, checksum verified. Raises EmbeddingLost."""
-        size_bytes = ref.num_rows * ref.width * (2 if ref.dtype in ("bfloat16", "float16") else 4)
-        segment = self._segment(ref.arena)
-        if ref.offset_bytes < 0 or ref.offset_bytes + size_bytes > len(segment):
-            raise EmbeddingLost(f"{ref.key} lies outside the arena {ref.arena}")
-        content = memoryview(segment)[ref.offset_bytes : ref.offset_bytes + size_bytes]
-        if checksum(content) != ref.checksum:
-            raise EmbeddingLost(f"the bytes of {ref.key} are not the ones the reference names")
+        content = self._shared(ref)
+        _verify(content, ref)
         return content
 
     def array(self, ref: EmbeddingRef) -> NDArray[Any]:
@@ -357,11 +337,20 @@ class ArenaReader:
         return np.frombuffer(self.content(ref), dtype=dtype).reshape(ref.num_rows, ref.width)
 
     def tensor(self, ref: EmbeddingRef) -> "torch.Tensor":
-        """`[num_rows, width]` on the CPU in the reference's dtype. Raises EmbeddingLost."""
+        """`[num_rows, width]` on the CPU in the reference's dtype, a copy. Raises EmbeddingLost."""
         import torch
 
-        content = self.content(ref)
+        # First copied, then verified: a sequence computed again after its first token has no lease any more, and the
+        # encoder may be writing over these rows.
+        content = bytearray(self._shared(ref))
+        _verify(content, ref)
         return torch.frombuffer(content, dtype=getattr(torch, ref.dtype)).view(ref.num_rows, ref.width)
+
+    def _shared(self, ref: EmbeddingRef) -> memoryview:
+        segment = self._segment(ref.arena)
+        if ref.offset_bytes < 0 or ref.offset_bytes + ref.size_bytes > len(segment):
+            raise EmbeddingLost(f"{ref.key} lies outside the arena {ref.arena}")
+        return memoryview(segment)[ref.offset_bytes : ref.offset_bytes + ref.size_bytes]
 
     def _segment(self, name: str) -> mmap.mmap:
         found = self._mapped.pop(name, None)
@@ -375,3 +364,8 @@ class ArenaReader:
         while len(self._mapped) > self._max_mapped:
             del self._mapped[next(iter(self._mapped))]
         return found
+
+
+def _verify(content: memoryview | bytearray, ref: EmbeddingRef) -> None:
+    if checksum(content) != ref.checksum:
+        raise EmbeddingLost(f"the bytes of {ref.key} are not the ones the reference names")

@@ -245,6 +245,8 @@ class EncoderConfig:
     retry_after_s: float = 1.0
     arena_bytes: int = 256 * 2**20
     page_bytes: int = 4096
+    # How long a medium waits for leases to end when the arena is full of them; then it is refused with 503.
+    arena_wait_s: float = 10.0
     # A lease lasts until its request's deadline, and never longer than this.
     max_lease_s: float = 900.0
 
@@ -255,7 +257,7 @@ class EncoderConfig:
         for name in (*at_least_one, "max_batch_jobs", "max_pending", "max_pending_bytes"):
             if getattr(self, name) < 1:
                 raise _refuse(name, getattr(self, name), "1 or more")
-        for name in ("max_batch_wait_s", "retry_after_s", "max_lease_s"):
+        for name in ("max_batch_wait_s", "retry_after_s", "arena_wait_s", "max_lease_s"):
             if getattr(self, name) < 0:
                 raise _refuse(name, getattr(self, name), "0 or more")
         if self.page_bytes < 64 or self.page_bytes % 64:

@@ -35,10 +35,14 @@ class EncodeDeadline(EncoderError):
 
 
 class ArenaFull(EncoderError):
-    """Every byte of the arena is leased; `status` tells the client to come back."""
+    """Leases left no room for an embedding of `needed_bytes`; `status` tells the client to come back."""
 
     status = 503
     code = "embedding_cache_full"
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None, needed_bytes: int | None = None) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.needed_bytes = needed_bytes
 
 
 class EmbeddingLost(EncoderError):
@@ -56,7 +60,7 @@ class WireError(EncoderError):
 
 
 class EmbeddingTooLarge(EncoderError):
-    """One medium's embedding would not fit an empty arena."""
+    """One medium's embedding, or those of one request, would not fit an empty arena."""
 
     status = 413
     code = "embedding_too_large"

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from encoder.cache.room import RoomQueue
 from encoder.cache.store import EmbeddingStore
 from encoder.config import EncoderConfig
 from encoder.errors import (
@@ -32,11 +33,11 @@ from encoder.errors import (
     TowerFailed,
     WireError,
 )
+from encoder.failures import failure_of
 from encoder.runner import TowerJob, TowerRunner
 from encoder.tower_queue import Ticket, TowerQueue
 from encoder.types import (
     CancelEncode,
-    EncodeFailure,
     EncodeReply,
     EncodeRequest,
     EncoderInfo,
@@ -123,6 +124,7 @@ class EncoderServer:
         self._replica = replica
         self._runner = runner
         self._store = store
+        self._room = RoomQueue(store, wait_s=config.arena_wait_s, clock=clock)
         self._pool = pool
         self._processor = processor
         self._clock = clock
@@ -220,7 +222,7 @@ class EncoderServer:
             self._admit(waiter, tensors)
         except (EncoderError, MediaError) as error:
             self._counters["refused"] += 1
-            reply(_failure(request.request_id, error), ())
+            reply(failure_of(request.request_id, error), ())
 
     def _admit(self, waiter: _Waiter, tensors: Sequence[TensorFrame]) -> None:
         """Join or open a flight. Raises the EncoderError or MediaError with which the request is refused."""
@@ -285,9 +287,10 @@ class EncoderServer:
                 del self._flights[flight.key]
 
     async def _prepare(self, flight: _Flight, request: EncodeRequest, content: bytes) -> PreparedMedia:
-        """Decode once a decoder is free and the tower's queue has room."""
+        """Decode once a decoder is free and not too much waits for the tower or the arena."""
         async with self._decoders:
             await self._tower.wait_for_room()
+            await self._room.wait_until_short()
             started_s = self._clock()
             # Whoever has joined by now is waited for, not only the first.
             deadline_unix_s = max(waiter.request.deadline_unix_s for waiter in flight.waiters)
@@ -306,8 +309,7 @@ class EncoderServer:
 
     async def _encode(self, flight: _Flight, prepared: PreparedMedia) -> None:
         """Reserve, wait for the tower, publish. Room that was not published is given back whatever happens."""
-        self._store.expire(self._clock())
-        reservation = self._store.reserve(flight.key, prepared.layout.num_rows)
+        reservation = await self._room.reserve(prepared)
         flight.ticket = self._tower.submit(TowerJob(prepared, reservation.destination))
         published = False
         try:
@@ -361,7 +363,7 @@ class EncoderServer:
 
     def _fail(self, waiter: _Waiter, error: EncoderError | MediaError) -> None:
         self._forget(waiter)
-        waiter.reply(_failure(waiter.request.request_id, error), ())
+        waiter.reply(failure_of(waiter.request.request_id, error), ())
 
     def _expire(self, waiter: _Waiter) -> None:
         self._counters["deadlines"] += 1
@@ -387,14 +389,3 @@ class EncoderServer:
             self._counters["leases_reclaimed"] += self._store.expire(self._clock())
             if not self._flying and period % PERIODS_PER_CHECK == 0:
                 self._store.check()
-
-
-def _failure(request_id: str, error: EncoderError | MediaError) -> EncodeFailure:
-    retry_after_s = error.retry_after_s if isinstance(error, EncoderError) else None
-    return EncodeFailure(
-        request_id=request_id,
-        code=error.code,
-        message=error.message,
-        status=error.status,
-        retry_after_s=retry_after_s,
-    )

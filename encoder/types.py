@@ -24,6 +24,10 @@ class EmbeddingRef(msgspec.Struct, frozen=True, kw_only=True):
     checksum: int
     lease_id: str
 
+    @property
+    def size_bytes(self) -> int:
+        return self.num_rows * self.width * (2 if self.dtype in ("bfloat16", "float16") else 4)
+
 
 class StageTimings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds one medium spent in each step of the encoder; all zero on a cache hit except `queue_s`."""
@@ -67,6 +71,8 @@ class EncodeFailure(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     message: str
     status: int
     retry_after_s: float | None = None
+    needed_bytes: int | None = None
+    """Of a full arena: what the embedding takes."""
 
 
 class CancelEncode(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):

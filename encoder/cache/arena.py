@@ -132,7 +132,7 @@ def attach(name: str) -> mmap.mmap:
         os.close(descriptor)
 
 
-def checksum(content: "memoryview | bytes") -> int:
+def checksum(content: memoryview | bytearray | bytes) -> int:
     """xxh3-64 of an embedding's bytes, as references carry it."""
     return xxhash.xxh3_64_intdigest(content)
 

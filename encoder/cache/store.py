@@ -4,7 +4,9 @@ Room is reserved before the tower runs (the number of rows is known from the lay
 computation. The first published value of a key is its value as long as it stays.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from encoder.cache.arena import Arena, Extent
 from encoder.cache.index import CacheIndex, Entry
@@ -43,6 +45,8 @@ class EmbeddingStore:
         self._dtype = dtype
         self._row_bytes = row_bytes
         self._reserved: set[Reservation] = set()
+        self.on_room: Callable[[], None] | None = None
+        """Called whenever something can be evicted, or is free, that was not before."""
 
     def __len__(self) -> int:
         return len(self._index)
@@ -50,7 +54,8 @@ class EmbeddingStore:
     def reserve(self, key: MediaKey, num_rows: int) -> Reservation:
         """Room for `num_rows`, evicting unleased embeddings if need be.
 
-        Raises EmbeddingTooLarge if the arena could never hold it, ArenaFull if leases are in the way.
+        Raises EmbeddingTooLarge if the arena could never hold it, ArenaFull if leases are in the way; then nothing was
+        evicted.
         """
         size_bytes = num_rows * self._row_bytes
         num_pages = self._arena.pages_for(size_bytes)
@@ -59,13 +64,16 @@ class EmbeddingStore:
                 f"the embedding of this medium needs {size_bytes} bytes, the arena has {self._arena.size_bytes}"
             )
         extent = self._arena.pages.reserve(num_pages)
+        if extent is None and self._longest_obtainable() < num_pages:
+            raise ArenaFull(
+                f"no {size_bytes} bytes in one piece are free of leases", retry_after_s=1.0, needed_bytes=size_bytes
+            )
         for victim in self._index.victims():
             if extent is not None:
                 break
             self._arena.pages.free(self._index.remove(victim.key).extent)
             extent = self._arena.pages.reserve(num_pages)
-        if extent is None:
-            raise ArenaFull(f"no {size_bytes} bytes in one piece are free of leases", retry_after_s=1.0)
+        assert extent is not None, "evicting everything gives the longest obtainable run"
         reservation = Reservation(key, extent, self._arena.view(extent, size_bytes))
         self._reserved.add(reservation)
         return reservation
@@ -77,12 +85,14 @@ class EmbeddingStore:
         self._index.add(Entry(reservation.key, reservation.extent, layout, checksum, warnings))
         self._reserved.remove(reservation)
         reservation.destination.release()
+        self._room_appeared(1)
 
     def abandon(self, reservation: Reservation) -> None:
         """Give unused room back."""
         self._reserved.remove(reservation)
         reservation.destination.release()
         self._arena.pages.free(reservation.extent)
+        self._room_appeared(1)
 
     def lookup(self, key: MediaKey) -> Entry | None:
         return self._index.lookup(key)
@@ -105,15 +115,15 @@ class EmbeddingStore:
 
     def release(self, lease_id: str) -> bool:
         """End a lease; False for an id that is not current."""
-        return self._index.release(lease_id)
+        return self._room_appeared(self._index.release(lease_id)) > 0
 
     def release_owner(self, owner: str) -> int:
         """End all leases of an owner; how many there were."""
-        return self._index.release_owner(owner)
+        return self._room_appeared(self._index.release_owner(owner))
 
     def expire(self, now_s: float) -> int:
         """End leases past their time; how many there were."""
-        return self._index.expire(now_s)
+        return self._room_appeared(self._index.expire(now_s))
 
     def content(self, key: MediaKey) -> bytes:
         """A copy of the bytes of a published embedding, for readers on other hosts."""
@@ -125,6 +135,19 @@ class EmbeddingStore:
     @property
     def num_leases(self) -> int:
         return self._index.num_leases
+
+    def _room_appeared(self, num_ended: int) -> int:
+        if num_ended and self.on_room is not None:
+            self.on_room()
+        return num_ended
+
+    def _longest_obtainable(self) -> int:
+        """Pages of the longest run between those that are leased or reserved."""
+        kept = [entry.extent for entry in self._index.entries() if entry.leases]
+        kept += [reservation.extent for reservation in self._reserved]
+        end = self._arena.pages.num_pages
+        borders = [(0, 0), *sorted((extent.start, extent.stop) for extent in kept), (end, end)]
+        return max(start - stop for (_, stop), (start, _) in pairwise(borders))
 
     def usage(self) -> StoreUsage:
         page = self._arena.page_bytes

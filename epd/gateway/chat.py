@@ -96,6 +96,7 @@ class ChatService:
             base=request,
             fleet=self.fleet,
             refresh_embeddings=media.refresh,
+            release_embeddings=media.release,
             clock=self.clock,
             max_attempts=self.config.max_attempts,
             restart_wait_s=self.config.restart_wait_s,

@@ -83,14 +83,17 @@ class Generation:
         base: GenerateRequest,
         fleet: Fleet,
         refresh_embeddings: Callable[[], Awaitable[tuple[EmbeddingRef, ...]]],
+        release_embeddings: Callable[[], None],
         clock: Callable[[], float],
         max_attempts: int,
         restart_wait_s: float,
     ) -> None:
-        """`refresh_embeddings` is asked before every attempt but the first: the refs may have died with a worker."""
+        """`refresh_embeddings` is asked before every attempt but the first: the refs may have died with a worker, and
+        `release_embeddings` is called when an attempt's first token arrives: every row has been read by then."""
         self._base = base
         self._fleet = fleet
         self._refresh_embeddings = refresh_embeddings
+        self._release_embeddings = release_embeddings
         self._clock = clock
         self._max_attempts = max_attempts
         self._restart_wait_s = restart_wait_s
@@ -117,6 +120,8 @@ class Generation:
                     async for event in events:
                         match event:
                             case Tokens():
+                                if len(self._emitted) == request.num_emitted:
+                                    self._release_embeddings()
                                 self._emitted.extend(event.token_ids)
                                 yield event
                             case Finish():

@@ -1,6 +1,9 @@
-"""The media of one request: fetched, keyed and encoded at the same time, held by leases until the request ends.
+"""The media of one request: fetched, keyed and encoded at the same time, held by leases until they are read.
 
     source -> bytes -> key -> EncodeReply (layout, ref under a lease)
+
+Leases end at an attempt's first token, when prefill has read every row: decoding may take long, and the arena is for
+those who come next. A later attempt encodes again, from the cache as a rule.
 
 A fault of one part ends the request with that part's name. Retrying on another replica is the client's business.
 """
@@ -11,11 +14,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from encoder.errors import EncoderError, EncoderUnavailable
+from encoder.errors import ArenaFull, EmbeddingTooLarge, EncoderError, EncoderUnavailable
 from encoder.types import EmbeddingRef, EncodeReply, EncoderInfo
 from epd.errors import InvalidRequest
 from epd.gateway.conversation import MediaPart
-from epd.gateway.problems import Refused, problem_of
+from epd.gateway.problems import Problem, Refused, problem_of
 from preprocess.config import ProcessorConfig
 from preprocess.errors import MediaError
 from preprocess.keys import media_key
@@ -95,27 +98,42 @@ class MediaSet:
     async def refresh(self) -> tuple[EmbeddingRef, ...]:
         """Fresh refs for the same media, after a loss. What the encoder still has comes from its cache."""
         if self._media:
-            self._release()
+            self.release()
             await self._encode()
         return self.refs
 
+    def release(self) -> None:
+        """End the leases that are held; each is released once, however often this is called."""
+        while self._leased:
+            self._stage.release(self._leased.pop())
+
     def close(self) -> None:
-        self._release()
+        self.release()
         self._media.clear()
 
     async def _encode(self) -> None:
         self._replies = await _all(self._encode_one(medium) for medium in self._media)
 
     async def _encode_one(self, medium: Medium) -> EncodeReply:
-        reply = await self._stage.encode(medium, self._deadline_unix_s)
+        try:
+            reply = await self._stage.encode(medium, self._deadline_unix_s)
+        except ArenaFull as error:
+            raise Refused(self._problem_of_room(error, medium)) from error
         # Noted as soon as it exists: a neighbour's failure must not leave it behind.
         self._leased.append(reply.ref)
         return reply
 
-    def _release(self) -> None:
-        for ref in self._leased:
-            self._stage.release(ref)
-        self._leased.clear()
+    def _problem_of_room(self, error: ArenaFull, medium: Medium) -> Problem:
+        """Waiting helps, unless this medium and those the request holds already are too much for an empty arena."""
+        held_bytes = sum({ref.key: ref.size_bytes for ref in self._leased}.values())
+        arena_bytes = self._stage.arena_bytes()
+        if error.needed_bytes is None or not 0 < arena_bytes < held_bytes + error.needed_bytes:
+            return problem_of(error, param=medium.part.param)
+        message = (
+            f"the embeddings of this request's media need at least {held_bytes + error.needed_bytes} bytes at the same "
+            f"time, the arena has {arena_bytes}"
+        )
+        return problem_of(EmbeddingTooLarge(message), param=medium.part.param)
 
 
 class MediaStage:
@@ -139,7 +157,7 @@ class MediaStage:
 
     @asynccontextmanager
     async def open(self, parts: Sequence[MediaPart], *, deadline_unix_s: float) -> AsyncGenerator[MediaSet, None]:
-        """Fetch and encode the parts; their leases are released at the end of the block, whatever ends it."""
+        """Fetch and encode the parts; what is leased at the end of the block is released, whatever ends it."""
         media = MediaSet(self, deadline_unix_s)
         try:
             if parts:
@@ -164,16 +182,22 @@ class MediaStage:
         return Medium(part, content, key)
 
     async def encode(self, medium: Medium, deadline_unix_s: float) -> EncodeReply:
-        """Raises Refused naming the part, also when no encoder has been up for `patience_s`."""
+        """Raises Refused naming the part, also when no encoder has been up for `patience_s`; ArenaFull."""
         source = medium.part.source
         asked = self._encoder.encode(medium.content, source.modality, source.options, medium.key, deadline_unix_s)
         try:
             return await self._while_there_is_hope(asyncio.ensure_future(asked))
+        except ArenaFull:
+            raise
         except (MediaError, EncoderError) as error:
             raise Refused(problem_of(error, param=medium.part.param)) from error
 
     def release(self, ref: EmbeddingRef) -> None:
         self._encoder.release(ref)
+
+    def arena_bytes(self) -> int:
+        """Of all encoders together, as far as they are up."""
+        return sum(info.capacity_bytes for info in self._encoder.infos().values() if info is not None)
 
     async def _while_there_is_hope(self, reply: asyncio.Future[EncodeReply]) -> EncodeReply:
         """The client waits for a replica until the request's deadline; here that ends after `patience_s`."""

@@ -1,5 +1,6 @@
 """A tiny checkpoint with random towers, and small media made on the spot."""
 
+import functools
 import io
 import json
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from encoder.config import AudioConfig, AudioTokenizerConfig, VisionConfig
 from encoder.towers.audio import AudioEncoder, AudioTokenizer
 from encoder.towers.vit import VisionTower
 from encoder.towers.weights import export_audio_state, export_tokenizer_state, export_vision_state
+from tests.fakes.encoder_peer import Opener, opened_peer
 
 WIDTH = 192
 TINY_CONFIG: dict[str, Any] = {
@@ -168,6 +170,11 @@ def mp4_bytes(seed: int = 0, num_frames: int = 20, *, with_audio: bool = False) 
             container.mux(audio.encode(sound))
             container.mux(audio.encode(None))
     return buffer.getvalue()
+
+
+@pytest.fixture
+def open_peer(tiny_model_dir: Path) -> Opener:
+    return functools.partial(opened_peer, tiny_model_dir)
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from encoder.client import ArenaReader, EncoderClient, error_of
+from encoder.client import ArenaReader, EncoderClient
 from encoder.errors import EmbeddingLost, EncodeDeadline, EncoderBusy, EncoderError, EncoderUnavailable, ReplicaLost
+from encoder.failures import error_of
 from encoder.links import LinkDown, Received
 from encoder.ring import Ring
 from encoder.types import (

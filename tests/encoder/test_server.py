@@ -1,100 +1,18 @@
 """The server without sockets: admission, deduplication, deadlines, cancellation, leases, draining."""
 
 import asyncio
-import json
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from encoder.client import ArenaReader
-from encoder.config import EncoderConfig
 from encoder.fingerprint import checkpoint_fingerprint
-from encoder.process import open_server
-from encoder.server import EncoderServer
-from encoder.types import CancelEncode, EncodeFailure, EncodeReply, EncodeRequest, FromEncoder, Ping, ReleaseLeases
-from encoder.wire import TensorFrame
-from preprocess.config import ProcessorConfig
-from preprocess.keys import media_key
-from preprocess.types import MediaOptions, Modality
-
-CONFIG = EncoderConfig(arena_bytes=256 * 1024, max_pending=8)
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - the thing observed lives in another task or process
-            await asyncio.sleep(0.01)
-
-
-class Peer:
-    """Sends requests to a server and collects the replies."""
-
-    def __init__(self, server: EncoderServer, model_dir: Path, name: str = "peer") -> None:
-        self.server = server
-        self.name = name
-        self.processor = ProcessorConfig.from_hf(json.loads((model_dir / "config.json").read_text()))
-        self.fingerprint = checkpoint_fingerprint(model_dir)
-        self.replies: dict[str, list[tuple[FromEncoder, Sequence[TensorFrame]]]] = {}
-
-    def request(self, content: bytes, modality: Modality = Modality.IMAGE, **changes: Any) -> EncodeRequest:
-        options = changes.pop("options", MediaOptions())
-        key = media_key(
-            content,
-            modality=modality,
-            options=options,
-            processor=self.processor,
-            tower_fingerprint=self.fingerprint,
-        )
-        values: dict[str, Any] = {
-            "request_id": uuid.uuid4().hex,
-            "key": key,
-            "modality": modality,
-            "options": options,
-            "deadline_unix_s": time.time() + 30,
-        }
-        return EncodeRequest(**(values | changes))
-
-    def send(self, request: EncodeRequest, content: bytes | None) -> str:
-        tensors = [] if content is None else [TensorFrame.of_bytes(content)]
-        self.replies.setdefault(request.request_id, [])
-
-        def reply(message: FromEncoder, frames: Sequence[TensorFrame]) -> None:
-            self.replies[request.request_id].append((message, frames))
-
-        self.server.handle(request, tensors, reply, peer=self.name)
-        return request.request_id
-
-    async def answer(self, request_id: str) -> EncodeReply | EncodeFailure:
-        await until(lambda: bool(self.replies[request_id]))
-        message = self.replies[request_id][0][0]
-        assert isinstance(message, EncodeReply | EncodeFailure)
-        return message
-
-    async def encode(self, content: bytes, **changes: Any) -> EncodeReply | EncodeFailure:
-        return await self.answer(self.send(self.request(content, **changes), content))
-
-
-Opener = Callable[..., Any]
-
-
-@pytest.fixture
-def open_peer(tiny_model_dir: Path) -> Opener:
-    @asynccontextmanager
-    async def opened(config: EncoderConfig = CONFIG, drain_s: float = 5.0) -> AsyncIterator[Peer]:
-        with open_server(config, model_dir=tiny_model_dir, name="e0", arena=f"t-{uuid.uuid4().hex}") as server:
-            server.start()
-            peer = Peer(server, tiny_model_dir)
-            yield peer
-            await server.stop(drain_s)  # balances the books
-            assert all(len(replies) == 1 for replies in peer.replies.values()), "exactly one reply per request"
-
-    return opened
+from encoder.types import CancelEncode, EncodeFailure, EncodeReply, FromEncoder, Ping
+from preprocess.types import Modality
+from tests.fakes.encoder_peer import CONFIG, Opener, until
 
 
 async def test_miss_then_hit(open_peer: Opener, make_png: Callable[..., bytes]) -> None:
@@ -232,24 +150,6 @@ async def test_cancelling_one_of_two_leaves_the_other(open_peer: Opener, make_pn
         peer.server.handle(CancelEncode(request_id=requests[0].request_id), (), lambda *_: None, peer="peer")
         assert isinstance(await peer.answer(requests[0].request_id), EncodeFailure)
         assert isinstance(await peer.answer(requests[1].request_id), EncodeReply)
-
-
-async def test_a_full_arena_refuses_until_leases_end(open_peer: Opener, make_png: Callable[..., bytes]) -> None:
-    rows = 12 * 192 * 4
-    async with open_peer(EncoderConfig(arena_bytes=2 * 12 * 1024, page_bytes=1024)) as peer:
-        assert rows <= 12 * 1024
-        first, second = await peer.encode(make_png(1)), await peer.encode(make_png(2))
-        refused = await peer.encode(make_png(3))
-        assert isinstance(first, EncodeReply)
-        assert isinstance(second, EncodeReply)
-        assert isinstance(refused, EncodeFailure)
-        assert (refused.code, refused.status) == ("embedding_cache_full", 503)
-        peer.server.handle(ReleaseLeases(lease_ids=(first.ref.lease_id,)), (), lambda *_: None, peer="peer")
-        assert isinstance(await peer.encode(make_png(3)), EncodeReply)
-        assert bytes(ArenaReader().content(second.ref))
-        huge = await peer.encode(make_png(4, 256, 512))
-        assert isinstance(huge, EncodeFailure)
-        assert (huge.code, huge.status) == ("embedding_too_large", 413)
 
 
 async def test_leases_of_a_vanished_peer_end_at_its_deadline(open_peer: Opener, make_png: Callable[..., bytes]) -> None:

@@ -247,6 +247,7 @@ class FakeEncoder:
     release_error: Exception | None = None
     encoded: list[bytes] = field(default_factory=list)
     leases: set[str] = field(default_factory=set)
+    released: list[str] = field(default_factory=list)
     _ids: "itertools.count[int]" = field(default_factory=itertools.count)
 
     async def encode(
@@ -277,6 +278,7 @@ class FakeEncoder:
         if self.release_error is not None:
             raise self.release_error
         self.leases.discard(ref.lease_id)
+        self.released.append(ref.lease_id)
 
     async def info(self, timeout_s: float = 60.0) -> EncoderInfo:
         if not self.up:

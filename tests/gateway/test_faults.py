@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -10,7 +10,7 @@ import pytest
 
 from encoder.errors import EncoderBusy, EncoderError
 from epd.transport.base import Peer
-from epd.types import Finish, FinishReason, Role, TokenDelta, Usage
+from epd.types import Finish, FinishReason, GenerateRequest, Role, TokenDelta, Usage
 from preprocess.errors import MediaError, MediaUndecodable
 from tests.fakes.gateway import (
     IMAGE_URL,
@@ -344,8 +344,13 @@ async def test_leaving_in_the_middle_of_a_stream_is_no_error(caplog: pytest.LogC
 
 
 async def test_an_unforeseen_error_inside_a_stream_is_its_last_event() -> None:
-    async with running_gateway(says(TEXT)) as stack:
-        stack.encoder.release_error = RuntimeError("nobody thought of this")
+    def answer(request: GenerateRequest) -> Sequence[int]:
+        if request.num_emitted:
+            stack.encoder.release_error = RuntimeError("nobody thought of this")
+        return RENDERER.vocabulary.encode(TEXT)
+
+    async with running_gateway(answer) as stack, restarting(stack.worker):
+        stack.worker.die_after = 2
         events = await stack.events(PICTURE)
         assert events[-1]["error"]["code"] == "internal_error"
         assert "nobody" not in events[-1]["error"]["message"]

@@ -136,9 +136,19 @@ class StoreMachine(RuleBasedStateMachine):
         try:
             self.reserved.append((self.store.reserve(MediaKey(key), num_rows), key, num_rows))
         except ArenaFull:
-            after = self.store.usage()
-            assert after.evictable_bytes == 0, "refused while something could be evicted"
-            assert after.leased_bytes == usage.leased_bytes
+            assert self.store.usage() == usage, "evicted in vain"
+            assert self.longest_run() * PAGE_BYTES < num_rows * ROW_BYTES, "refused though evicting would have helped"
+
+    def longest_run(self) -> int:
+        """Pages in one piece that are neither leased nor reserved, counted page by page."""
+        entries = [entry.extent for entry in self.store._index.entries() if entry.leases]
+        kept = {
+            page
+            for extent in [*entries, *(reservation.extent for reservation, _, _ in self.reserved)]
+            for page in range(extent.start, extent.stop)
+        }
+        pages = "".join("x" if page in kept else "." for page in range(NUM_PAGES))
+        return max(len(run) for run in pages.split("x"))
 
     @precondition(lambda self: self.reserved)
     @rule(data=st.data(), good=st.booleans())

@@ -1,0 +1,84 @@
+"""How long a request holds its embeddings: to the first token, once, and again for a later attempt."""
+
+import asyncio
+
+import pytest
+
+from encoder.errors import ArenaFull
+from epd.types import Role
+from tests.fakes.gateway import IMAGE_URL, RENDERER, VIDEO_URL, running_gateway, says, text_of
+from tests.fakes.stages import until
+
+TEXT = "one two three four five six"
+PICTURE = {"type": "image_url", "image_url": {"url": IMAGE_URL}}
+CLIP = {"type": "video_url", "video_url": {"url": VIDEO_URL}}
+QUESTION = {"type": "text", "text": "?"}
+
+
+@pytest.mark.parametrize("roles", [(Role.BOTH,), (Role.PREFILL, Role.DECODE)])
+async def test_leases_end_at_the_first_token(roles: tuple[Role, ...]) -> None:
+    async with running_gateway(says(TEXT), roles=roles) as stack:
+        stack.workers[-1].stall_after = 3
+        request = asyncio.create_task(stack.ask([PICTURE, CLIP, QUESTION]))
+        await until(lambda: len(stack.encoder.released) == 2)
+        assert not stack.encoder.leases
+        assert not request.done()
+        request.cancel()
+        await until(lambda: not any(worker.num_running for worker in stack.workers))
+        assert len(stack.encoder.released) == 2, "released twice"
+
+
+async def test_leases_last_until_the_first_token() -> None:
+    async with running_gateway(says(TEXT)) as stack:
+        stack.worker.stall_after = 0
+        request = asyncio.create_task(stack.ask([PICTURE, QUESTION]))
+        await until(lambda: stack.worker.num_running == 1)
+        await asyncio.sleep(0.05)
+        assert len(stack.encoder.leases) == 1
+        request.cancel()
+        await until(lambda: not stack.encoder.leases)
+        assert len(stack.encoder.released) == 1
+
+
+async def test_an_attempt_after_the_first_token_encodes_again() -> None:
+    async with running_gateway(says(TEXT)) as stack:
+        stack.worker.die_after = 3
+        request = asyncio.create_task(stack.ask([PICTURE, QUESTION]))
+        await until(lambda: stack.worker._endpoint is None)
+        stack.worker.start()
+        status, body, _ = await request
+        assert (status, text_of(body)) == (200, TEXT)
+        assert stack.encoder.encoded == [b"image", b"image"]
+        first, second = stack.worker.submitted
+        assert second.num_emitted == 3
+        assert [ref.lease_id for ref in (*first.embeddings, *second.embeddings)] == stack.encoder.released
+        assert not stack.encoder.leases
+
+
+async def test_an_answer_without_a_token_releases_too() -> None:
+    async with running_gateway(lambda _: ()) as stack:
+        status, _, _ = await stack.ask([PICTURE, QUESTION])
+        assert status == 200
+        assert len(stack.encoder.released) == 1
+
+
+@pytest.mark.parametrize(
+    ("needed_bytes", "status", "code"), [(1000, 413, "embedding_too_large"), (600, 503, "embedding_cache_full")]
+)
+async def test_media_that_never_fit_together_are_too_large(needed_bytes: int, status: int, code: str) -> None:
+    """The fake's arena has 1024 bytes and a picture takes 288 of them."""
+    async with running_gateway(says(TEXT)) as stack:
+        stack.encoder.errors[b"video"] = ArenaFull("full", retry_after_s=1.0, needed_bytes=needed_bytes)
+        found, body, headers = await stack.ask([PICTURE, CLIP, QUESTION])
+        assert (found, body["error"]["code"]) == (status, code)
+        assert body["error"]["param"] == "messages[0].content[1].video_url"
+        assert ("Retry-After" in headers) == (status == 503)
+        if status == 413:
+            assert "1288 bytes" in body["error"]["message"]
+            assert "1024" in body["error"]["message"]
+        assert not stack.encoder.leases
+        assert len(stack.encoder.released) == 1
+
+
+def test_the_text_has_several_tokens() -> None:
+    assert len(RENDERER.vocabulary.encode(TEXT)) > 3
