@@ -196,6 +196,7 @@ class EncoderServer:
             leased_bytes=usage.leased_bytes,
             ready=not self._draining,
             counters=self._all_counters(),
+            page_bytes=self._config.page_bytes,
         )
 
     def _all_counters(self) -> dict[str, float]:

@@ -104,6 +104,8 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
     leased_bytes: int
     ready: bool
     counters: dict[str, float] = {}
+    page_bytes: int = 1
+    """An embedding takes a multiple of this."""
 
 
 ToEncoder = EncodeRequest | CancelEncode | ReleaseLeases | Ping

@@ -125,13 +125,15 @@ class MediaSet:
 
     def _problem_of_room(self, error: ArenaFull, medium: Medium) -> Problem:
         """Waiting helps, unless this medium and those the request holds already are too much for an empty arena."""
-        held_bytes = sum({ref.key: ref.size_bytes for ref in self._leased}.values())
-        arena_bytes = self._stage.arena_bytes()
-        if error.needed_bytes is None or not 0 < arena_bytes < held_bytes + error.needed_bytes:
+        if error.needed_bytes is None:
+            return problem_of(error, param=medium.part.param)
+        sizes_bytes = [error.needed_bytes, *{ref.key: ref.size_bytes for ref in self._leased}.values()]
+        taken_bytes, arena_bytes = self._stage.arena_use(sizes_bytes)
+        if taken_bytes <= arena_bytes or not arena_bytes:
             return problem_of(error, param=medium.part.param)
         message = (
-            f"the embeddings of this request's media need at least {held_bytes + error.needed_bytes} bytes at the same "
-            f"time, the arena has {arena_bytes}"
+            f"the media of this request take at least {taken_bytes} bytes of the embedding arena at the same time, "
+            f"it has {arena_bytes}"
         )
         return problem_of(EmbeddingTooLarge(message), param=medium.part.param)
 
@@ -195,9 +197,12 @@ class MediaStage:
     def release(self, ref: EmbeddingRef) -> None:
         self._encoder.release(ref)
 
-    def arena_bytes(self) -> int:
-        """Of all encoders together, as far as they are up."""
-        return sum(info.capacity_bytes for info in self._encoder.infos().values() if info is not None)
+    def arena_use(self, sizes_bytes: Iterable[int]) -> tuple[int, int]:
+        """What embeddings of these sizes take at least, and what the arenas of all encoders that are up have."""
+        infos = [info for info in self._encoder.infos().values() if info is not None]
+        page_bytes = min((info.page_bytes for info in infos), default=1)
+        taken_bytes = sum(-(-size_bytes // page_bytes) * page_bytes for size_bytes in sizes_bytes)
+        return taken_bytes, sum(info.capacity_bytes for info in infos)
 
     async def _while_there_is_hope(self, reply: asyncio.Future[EncodeReply]) -> EncodeReply:
         """The client waits for a replica until the request's deadline; here that ends after `patience_s`."""

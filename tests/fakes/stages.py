@@ -307,6 +307,7 @@ def _encoder_info() -> EncoderInfo:
         leased_bytes=32,
         ready=True,
         counters={"hits_total": 4.0},
+        page_bytes=64,
     )
 
 

@@ -63,10 +63,17 @@ async def test_an_answer_without_a_token_releases_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("needed_bytes", "status", "code"), [(1000, 413, "embedding_too_large"), (600, 503, "embedding_cache_full")]
+    ("needed_bytes", "taken_bytes", "status", "code"),
+    [
+        (1000, 1344, 413, "embedding_too_large"),
+        (720, 1088, 413, "embedding_too_large"),  # by its pages only
+        (600, 960, 503, "embedding_cache_full"),
+    ],
 )
-async def test_media_that_never_fit_together_are_too_large(needed_bytes: int, status: int, code: str) -> None:
-    """The fake's arena has 1024 bytes and a picture takes 288 of them."""
+async def test_media_that_never_fit_together_are_too_large(
+    needed_bytes: int, taken_bytes: int, status: int, code: str
+) -> None:
+    """The fake's arena has 1024 bytes in pages of 64; a picture has 288."""
     async with running_gateway(says(TEXT)) as stack:
         stack.encoder.errors[b"video"] = ArenaFull("full", retry_after_s=1.0, needed_bytes=needed_bytes)
         found, body, headers = await stack.ask([PICTURE, CLIP, QUESTION])
@@ -74,7 +81,7 @@ async def test_media_that_never_fit_together_are_too_large(needed_bytes: int, st
         assert body["error"]["param"] == "messages[0].content[1].video_url"
         assert ("Retry-After" in headers) == (status == 503)
         if status == 413:
-            assert "1288 bytes" in body["error"]["message"]
+            assert f"{taken_bytes} bytes" in body["error"]["message"]
             assert "1024" in body["error"]["message"]
         assert not stack.encoder.leases
         assert len(stack.encoder.released) == 1
