@@ -145,18 +145,25 @@ async def test_prefill_and_decode_answer_together(pair: Pair, checkpoint: Checkp
     await client.close()
 
 
+# Long enough that the answer is still running when the late request arrives, however fast the machine.
+NUM_LONG_TOKENS = 900
+
+
 async def test_a_worker_process_drains_on_sigterm(checkpoint: Checkpoint, tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/worker"
     spawn = multiprocessing.get_context("spawn")
     process = spawn.Process(
-        target=run_worker, args=(config(checkpoint.folder, Role.BOTH),), kwargs={"address": address}, daemon=True
+        target=run_worker,
+        args=(replace(config(checkpoint.folder, Role.BOTH), kv_budget_bytes=32 << 20),),
+        kwargs={"address": address},
+        daemon=True,
     )
     process.start()
     channel = WorkerChannel(address)
     channel.open()
     await asyncio.wait_for(channel.wait_connected(), 60)
     client = Client(channel)
-    await channel.send(Submit(request=request("running", PROMPT, max_tokens=400)))
+    await channel.send(Submit(request=request("running", PROMPT, max_tokens=NUM_LONG_TOKENS)))
     await client.until(lambda: bool(client.tokens))
     assert process.pid is not None
     os.kill(process.pid, signal.SIGTERM)
@@ -167,7 +174,7 @@ async def test_a_worker_process_drains_on_sigterm(checkpoint: Checkpoint, tmp_pa
     await client.until(lambda: len(client.finishes) == 2)
     assert client.finishes["late"].retryable
     assert client.finishes["running"].reason is FinishReason.LENGTH
-    assert len(client.answer("running")) == 400
+    assert len(client.answer("running")) == NUM_LONG_TOKENS
     await asyncio.wait_for(channel.wait_disconnected(), 10)
     await asyncio.to_thread(process.join)
     assert process.exitcode == 0
