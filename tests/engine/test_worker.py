@@ -149,6 +149,7 @@ async def test_prefill_and_decode_answer_together(pair: Pair, checkpoint: Checkp
 NUM_LONG_TOKENS = 900
 
 
+@pytest.mark.e2e
 async def test_a_worker_process_drains_on_sigterm(checkpoint: Checkpoint, tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/worker"
     spawn = multiprocessing.get_context("spawn")
