@@ -140,7 +140,10 @@ async def test_clients_that_vanish_leave_nothing_behind(
         await asyncio.sleep(0.02)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            # One that was answered just before it was cancelled owns its lease like any other.
+            if isinstance(ended, EncodeReply):
+                client.release(ended.ref)
         await until(lambda: not server.info().num_pending and not server.info().leased_bytes)
 
 
