@@ -1,4 +1,7 @@
-"""Schedules that broke real systems, one by one, and the shapes of the tree they must leave."""
+"""Schedules that broke real systems, one by one, and the shapes of the tree they must leave.
+
+Long because each schedule is told whole, next to its neighbours, and shares their small language of steps.
+"""
 
 from __future__ import annotations
 
