@@ -1,5 +1,6 @@
 """The text model's configuration, read once from a Hugging Face `config.json`.
 
+Two families share the engine: MiMo (full and window layers, experts, sinks) and Llama (every layer full and dense).
 Everything comes from the file; a value this model does not implement is refused by name. Free of torch.
 """
 
@@ -8,13 +9,21 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from epd.kernels.base import AttentionSpec
+from epd.model.config_keys import ConfigError, ConfigKeys
+
+__all__ = ["ConfigError", "LayerConfig", "MoeConfig", "TextConfig"]
 
 ProjectionLayout = Literal["split", "fused_qkv"]
 RouterDtype = Literal["float32", "bfloat16"]
+Family = Literal["mimo", "llama"]
 
-
-class ConfigError(ValueError):
-    """A key of the model configuration is absent, malformed or holds a value that is not implemented."""
+# By `model_type` and by `architectures`; a file need not name both, one that names neither is taken for MiMo.
+_MODEL_TYPES: Mapping[str, Family] = {"mimo_v2": "mimo", "mimo_v2_flash": "mimo", "llama": "llama"}
+_ARCHITECTURES: Mapping[str, Family] = {
+    "MiMoV2ForCausalLM": "mimo",
+    "MiMoV2FlashForCausalLM": "mimo",
+    "LlamaForCausalLM": "llama",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +77,11 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True)
 class TextConfig:
-    """The whole text model. `window_layer` is the geometry every draft head copies."""
+    """The whole text model.
+
+    `window_layer` is the geometry every draft head copies, None in a family without draft heads; `moe` is None in a
+    family without experts. Tied, the vocabulary projection is the embedding table itself.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -77,14 +90,17 @@ class TextConfig:
     value_scale: float
     max_position_embeddings: int
     layers: tuple[LayerConfig, ...]
-    window_layer: LayerConfig
-    moe: MoeConfig
+    window_layer: LayerConfig | None
+    moe: MoeConfig | None
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
     projection_layout: ProjectionLayout
     num_qkv_shards: int
     quant_block: tuple[int, int] | None
     initializer_range: float
+    tie_word_embeddings: bool = False
+    # Columns that share an exponent where the files hold 4-bit matrices.
+    mxfp4_block: int | None = None
 
     @property
     def num_layers(self) -> int:
@@ -93,6 +109,8 @@ class TextConfig:
 
     def mtp_layer(self, k: int) -> LayerConfig:
         """Return draft head k's layer: window geometry, dense feed-forward, numbered after the trunk."""
+        if self.window_layer is None:
+            raise ConfigError(f"draft head {k}: this family of models has none")
         return replace(self.window_layer, index=self.num_layers + k)
 
     @classmethod
@@ -102,8 +120,17 @@ class TextConfig:
         Published engines disagree by one token on the reach: 127 for a configured 128 is what the checkpoint's own code
         and vLLM use, 128 is what SGLang uses. Raises ConfigError naming the key.
         """
-        keys = _Keys(config)
+        keys = ConfigKeys(config)
+        if _family(keys) == "mimo":
+            return cls._from_mimo(keys, window_left)
+        if window_left is not None:
+            raise ConfigError(f"window_left: {window_left} is set, but this model has no window layers")
+        return cls._from_llama(keys)
+
+    @classmethod
+    def _from_mimo(cls, keys: ConfigKeys, window_left: int | None) -> "TextConfig":
         _refuse_unimplemented(keys)
+        keys.one_of("tie_word_embeddings", (None, False))
         num_layers = keys.integer("num_hidden_layers")
         pattern = keys.integers("hybrid_layer_pattern", length=num_layers, allowed=(0, 1))
         is_moe = keys.integers("moe_layer_freq", length=num_layers, allowed=(0, 1))
@@ -139,59 +166,60 @@ class TextConfig:
             initializer_range=keys.number("initializer_range", default=0.02),
         )
 
-
-class _Keys:
-    """Typed reads of a mapping that name the key when they fail. JSON null counts as absent."""
-
-    def __init__(self, config: Mapping[str, object]) -> None:
-        self._config = config
-
-    def get(self, key: str) -> object:
-        return self._config.get(key)
-
-    def integer(self, key: str) -> int:
-        value = self._config.get(key)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ConfigError(f"{key}: expected an integer, got {value!r}")
-        return value
-
-    def optional_integer(self, key: str) -> int | None:
-        return None if self._config.get(key) is None else self.integer(key)
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self._config.get(key)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise ConfigError(f"{key}: expected a number, got {value!r}")
-        return float(value)
-
-    def flag(self, key: str) -> bool:
-        value = self._config.get(key)
-        if not isinstance(value, bool):
-            raise ConfigError(f"{key}: expected true or false, got {value!r}")
-        return value
-
-    def integers(self, key: str, *, length: int, allowed: tuple[int, ...]) -> list[int]:
-        value = self._config.get(key)
-        if not isinstance(value, (list, tuple)) or len(value) != length or any(v not in allowed for v in value):
-            raise ConfigError(f"{key}: expected a list of {length} values out of {allowed}, got {value!r}")
-        return [int(v) for v in value]
-
-    def one_of(self, key: str, allowed: tuple[object, ...]) -> object:
-        value = self._config.get(key)
-        if value not in allowed:
-            raise ConfigError(f"{key}: {value!r} is not implemented, allowed are {allowed}")
-        return value
+    @classmethod
+    def _from_llama(cls, keys: ConfigKeys) -> "TextConfig":
+        for key in ("mlp_bias", "attention_bias"):
+            keys.one_of(key, (None, False))
+        keys.one_of("hidden_act", ("silu",))
+        keys.one_of("pretraining_tp", (None, 1))
+        keys.one_of("sliding_window", (None,))
+        _refuse_rope_scaling(keys)
+        layer = _llama_layer(keys)
+        return cls(
+            vocab_size=keys.integer("vocab_size"),
+            hidden_size=keys.integer("hidden_size"),
+            intermediate_size=keys.integer("intermediate_size"),
+            rms_norm_eps=keys.number("rms_norm_eps"),
+            value_scale=1.0,
+            max_position_embeddings=keys.integer("max_position_embeddings"),
+            layers=tuple(replace(layer, index=i) for i in range(keys.integer("num_hidden_layers"))),
+            window_layer=None,
+            moe=None,
+            eos_token_ids=_eos_token_ids(keys),
+            pad_token_id=keys.optional_integer("pad_token_id"),
+            projection_layout="split",
+            num_qkv_shards=layer.num_kv_heads,
+            quant_block=_quant_block(keys),
+            initializer_range=keys.number("initializer_range", default=0.02),
+            tie_word_embeddings=keys.one_of("tie_word_embeddings", (None, False, True)) is True,
+        )
 
 
-def _refuse_unimplemented(keys: _Keys) -> None:
+def _family(keys: ConfigKeys) -> Family:
+    """Raises ConfigError for a model type or architecture that is not implemented, or two that disagree."""
+    named: set[Family] = set()
+    model_type = keys.one_of("model_type", (None, *_MODEL_TYPES))
+    if isinstance(model_type, str):
+        named.add(_MODEL_TYPES[model_type])
+    architectures = keys.get("architectures") or []
+    if not isinstance(architectures, (list, tuple)) or any(name not in _ARCHITECTURES for name in architectures):
+        raise ConfigError(f"architectures: {architectures!r} is not implemented, allowed are {tuple(_ARCHITECTURES)}")
+    named.update(_ARCHITECTURES[name] for name in architectures)
+    if len(named) > 1:
+        raise ConfigError(f"architectures: {architectures!r} does not belong to model_type {model_type!r}")
+    return named.pop() if named else "mimo"
+
+
+def _refuse_unimplemented(keys: ConfigKeys) -> None:
     keys.one_of("attention_bias", (None, False))
-    keys.one_of("tie_word_embeddings", (None, False))
     keys.one_of("n_shared_experts", (None, 0))
     keys.one_of("scoring_func", ("sigmoid",))
     keys.one_of("topk_method", ("noaux_tc",))
     keys.one_of("hidden_act", ("silu",))
+    _refuse_rope_scaling(keys)
+
+
+def _refuse_rope_scaling(keys: ConfigKeys) -> None:
     scaling = keys.get("rope_scaling")
     if isinstance(scaling, Mapping):
         kind = scaling.get("rope_type", scaling.get("type"))
@@ -201,7 +229,7 @@ def _refuse_unimplemented(keys: _Keys) -> None:
         raise ConfigError(f"rope_scaling: expected an object or null, got {scaling!r}")
 
 
-def _window_left(keys: _Keys) -> int:
+def _window_left(keys: ConfigKeys) -> int:
     sizes = {key: keys.integer(key) for key in ("sliding_window", "sliding_window_size") if keys.get(key) is not None}
     if not sizes:
         raise ConfigError("sliding_window: expected an integer, got None")
@@ -210,7 +238,7 @@ def _window_left(keys: _Keys) -> int:
     return next(iter(sizes.values())) - 1
 
 
-def _layer(keys: _Keys, prefix: str, *, window_left: int | None) -> LayerConfig:
+def _layer(keys: ConfigKeys, prefix: str, *, window_left: int | None) -> LayerConfig:
     """Read the geometry of one kind of layer; `prefix` is "swa_" for the window kind."""
     qk_dim = keys.integer(f"{prefix}head_dim")
     num_heads = keys.integer(f"{prefix}num_attention_heads")
@@ -237,7 +265,38 @@ def _layer(keys: _Keys, prefix: str, *, window_left: int | None) -> LayerConfig:
     )
 
 
-def _moe(keys: _Keys) -> MoeConfig:
+def _llama_layer(keys: ConfigKeys) -> LayerConfig:
+    """Every layer alike: full attention, one width for keys and values, rotary over the whole head."""
+    num_heads, width = keys.integer("num_attention_heads"), keys.integer("hidden_size")
+    num_kv_heads = keys.optional_integer("num_key_value_heads") or num_heads
+    if num_heads % num_kv_heads:
+        raise ConfigError(f"num_key_value_heads: {num_kv_heads} does not divide {num_heads} query heads")
+    head_dim = keys.optional_integer("head_dim") or width // num_heads
+    if head_dim % 2:
+        raise ConfigError(f"head_dim: {head_dim} is odd, rotary embedding takes channels in pairs")
+    keys.one_of("partial_rotary_factor", (None, 1.0))
+    # Newer files keep theta and kind together under another name.
+    rope = keys.get("rope_parameters")
+    if rope is not None and not isinstance(rope, Mapping):
+        raise ConfigError(f"rope_parameters: expected an object, got {rope!r}")
+    if rope is not None and rope.get("rope_type", "default") != "default":
+        raise ConfigError(f"rope_parameters: rope_type {rope['rope_type']!r} is not implemented, allowed is 'default'")
+    return LayerConfig(
+        index=0,
+        is_window=False,
+        window_left=None,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        qk_dim=head_dim,
+        v_dim=head_dim,
+        rope_theta=(keys if rope is None else ConfigKeys(rope)).number("rope_theta"),
+        rotary_dim=head_dim,
+        has_sink=False,
+        is_moe=False,
+    )
+
+
+def _moe(keys: ConfigKeys) -> MoeConfig:
     num_experts = keys.integer("n_routed_experts")
     num_experts_per_token = keys.integer("num_experts_per_tok")
     num_groups = keys.optional_integer("n_group") or 1
@@ -263,20 +322,20 @@ def _moe(keys: _Keys) -> MoeConfig:
     )
 
 
-def _projection_layout(keys: _Keys) -> ProjectionLayout:
+def _projection_layout(keys: ConfigKeys) -> ProjectionLayout:
     layout = keys.one_of("attention_projection_layout", (None, "split", "fused_qkv"))
     return "fused_qkv" if layout == "fused_qkv" else "split"
 
 
-def _quant_block(keys: _Keys) -> tuple[int, int] | None:
+def _quant_block(keys: ConfigKeys) -> tuple[int, int] | None:
     quantization = keys.get("quantization_config")
     if quantization is None:
         return None
     if not isinstance(quantization, Mapping):
         raise ConfigError(f"quantization_config: expected an object, got {quantization!r}")
-    nested = _Keys(quantization)
+    nested = ConfigKeys(quantization)
     nested.one_of("quant_method", ("fp8",))
-    nested.one_of("store_dtype", (None, "fp8"))
+    nested.one_of("store_dtype", (None, "fp8", "mxfp4"))
     nested.one_of("fmt", (None, "e4m3"))
     block = quantization.get("weight_block_size")
     if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(isinstance(b, int) and b > 0 for b in block):
@@ -284,7 +343,7 @@ def _quant_block(keys: _Keys) -> tuple[int, int] | None:
     return block[0], block[1]
 
 
-def _eos_token_ids(keys: _Keys) -> tuple[int, ...]:
+def _eos_token_ids(keys: ConfigKeys) -> tuple[int, ...]:
     value = keys.get("eos_token_id")
     if value is None:
         return ()

@@ -31,6 +31,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(width, eps, dtype=dtype, device=device)
         self.mlp: Moe | DenseMlp
         if layer.is_moe:
+            assert config.moe is not None, "a routed layer in a model without experts"
             self.mlp = Moe(width, config.moe, dtype=dtype, device=device)
         else:
             self.mlp = DenseMlp(width, config.intermediate_size, dtype=dtype, device=device)
@@ -72,7 +73,12 @@ class HybridModel(nn.Module):
         self.embed_tokens = nn.Parameter(torch.empty(table_shape, dtype=dtype, device=device))
         self.layers = nn.ModuleList(DecoderLayer(config, layer, dtype=dtype, device=device) for layer in config.layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
-        self.lm_head = nn.Parameter(torch.empty(table_shape, dtype=dtype, device=device))
+        # Tied: one parameter under two names.
+        self.lm_head = (
+            self.embed_tokens
+            if config.tie_word_embeddings
+            else nn.Parameter(torch.empty(table_shape, dtype=dtype, device=device))
+        )
         self.mtp = nn.ModuleList(
             MtpHead(config, config.mtp_layer(k), dtype=dtype, device=device) for k in range(num_mtp_layers)
         )

@@ -218,7 +218,8 @@ def file_slots(model: HybridModel, fused: Literal["interleaved", "plain"] | None
         else:
             yield from _mlp_slots(f"{prefix}.mlp", layer.mlp)
     yield "model.norm.weight", FileSlot(model.norm.weight)
-    yield "lm_head.weight", FileSlot(model.lm_head)
+    if not model.config.tie_word_embeddings:
+        yield "lm_head.weight", FileSlot(model.lm_head)
     for k, head in enumerate(model.mtp):
         assert isinstance(head, MtpHead)
         prefix = f"{_MTP_PREFIX}layers.{k}"

@@ -8,6 +8,22 @@ import pytest
 from epd.model.config import ConfigError, TextConfig
 from tests.fakes.tiny_text import CONFIG, tiny_config
 
+LLAMA: dict[str, object] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 72,
+    "intermediate_size": 144,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "eos_token_id": [2, 0],
+}
 GOLDEN = Path(__file__).parents[1] / "golden" / "text"
 
 
@@ -106,3 +122,76 @@ def test_quantisation_is_read() -> None:
 def test_refusals_name_the_key(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=key if key != "quantization_config" else "quant_method|store_dtype|block"):
         tiny_config(**{key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model_type", "qwen3"),
+        ("model_type", "llama4"),
+        ("architectures", ["Qwen3ForCausalLM"]),
+        ("architectures", "MiMoV2ForCausalLM"),
+        ("architectures", ["LlamaForCausalLM"]),
+    ],
+)
+def test_other_architectures_are_refused_by_name(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=key) as refused:
+        tiny_config(**{"model_type": "mimo_v2", key: value})
+    assert str(value) in str(refused.value)
+
+
+def test_llama_layers_are_all_full_dense_and_alike() -> None:
+    config = TextConfig.from_hf(LLAMA)
+    assert config.num_layers == 3
+    for index, layer in enumerate(config.layers):
+        assert (layer.index, layer.window_left, layer.is_moe, layer.has_sink) == (index, None, False, False)
+        assert (layer.num_heads, layer.num_kv_heads, layer.qk_dim, layer.v_dim) == (9, 3, 8, 8)
+        assert (layer.rope_theta, layer.rotary_dim) == (1e5, 8)
+    assert (config.value_scale, config.tie_word_embeddings, config.moe) == (1.0, True, None)
+    assert config.eos_token_ids == (2, 0)
+    with pytest.raises(ConfigError, match="draft"):
+        config.mtp_layer(0)
+
+
+def test_llama_theta_may_stand_under_rope_parameters() -> None:
+    old = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
+    new = old | {"rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"}, "head_dim": 8}
+    assert TextConfig.from_hf(new) == TextConfig.from_hf(LLAMA)
+
+
+def test_llama_heads_are_untied_and_all_kv_heads_unless_said() -> None:
+    silent = {k: v for k, v in LLAMA.items() if k not in ("tie_word_embeddings", "num_key_value_heads")}
+    config = TextConfig.from_hf(silent)
+    assert not config.tie_word_embeddings
+    assert config.layers[0].num_kv_heads == 9
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention_bias", True),
+        ("mlp_bias", True),
+        ("hidden_act", "gelu"),
+        ("pretraining_tp", 2),
+        ("sliding_window", 64),
+        ("partial_rotary_factor", 0.5),
+        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
+        ("rope_parameters", {"rope_theta": 1e4, "rope_type": "llama3"}),
+        ("rope_parameters", {"rope_type": "default"}),
+        ("rope_parameters", 3),
+        ("head_dim", 7),
+        ("num_key_value_heads", 2),
+        ("rope_theta", None),
+        ("rms_norm_eps", None),
+        ("tie_word_embeddings", "yes"),
+        ("architectures", ["MiMoV2ForCausalLM"]),
+    ],
+)
+def test_llama_refusals_name_the_key(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=key if key != "rope_parameters" else "rope_"):
+        TextConfig.from_hf(LLAMA | {key: value})
+
+
+def test_a_window_cannot_be_set_where_there_is_none() -> None:
+    with pytest.raises(ConfigError, match="window_left"):
+        TextConfig.from_hf(LLAMA, window_left=16)
