@@ -6,17 +6,48 @@ Importing this package loads no torch; the gateway depends on that. The names be
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from encoder.inventory import (
+        DTYPE_BYTES,
+        Part,
+        StoredDtype,
+        TensorSpec,
+        audio_encoder_tensors,
+        audio_tokenizer_tensors,
+        used_tokenizer_name,
+        vision_tensors,
+    )
     from encoder.links import MemoryLink
     from encoder.local import LocalEncoder
     from encoder.process import open_server, run_encoder
 
-__all__ = ["LocalEncoder", "MemoryLink", "open_server", "run_encoder"]
+__all__ = [
+    "DTYPE_BYTES",
+    "LocalEncoder",
+    "MemoryLink",
+    "Part",
+    "StoredDtype",
+    "TensorSpec",
+    "audio_encoder_tensors",
+    "audio_tokenizer_tensors",
+    "open_server",
+    "run_encoder",
+    "used_tokenizer_name",
+    "vision_tensors",
+]
 
 _HOMES = {
+    "DTYPE_BYTES": "encoder.inventory",
     "LocalEncoder": "encoder.local",
     "MemoryLink": "encoder.links",
+    "Part": "encoder.inventory",
+    "StoredDtype": "encoder.inventory",
+    "TensorSpec": "encoder.inventory",
+    "audio_encoder_tensors": "encoder.inventory",
+    "audio_tokenizer_tensors": "encoder.inventory",
     "open_server": "encoder.process",
     "run_encoder": "encoder.process",
+    "used_tokenizer_name": "encoder.inventory",
+    "vision_tensors": "encoder.inventory",
 }
 
 

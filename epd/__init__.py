@@ -7,15 +7,21 @@ if TYPE_CHECKING:
     from epd.gateway.app import create_app, start_gateway
     from epd.gateway.process import fetch_limits, run_gateway
     from epd.gateway.render import Renderer
+    from epd.kv.layout import KvLayout
+    from epd.model.checkpoint import CheckpointError, Inspection, inspect_checkpoint
     from epd.transport.memory import MemoryNetwork
 
 __all__ = [
     "REFUSALS",
+    "CheckpointError",
     "EngineThread",
+    "Inspection",
+    "KvLayout",
     "MemoryNetwork",
     "Renderer",
     "create_app",
     "fetch_limits",
+    "inspect_checkpoint",
     "run_gateway",
     "run_worker",
     "start_gateway",
@@ -23,11 +29,15 @@ __all__ = [
 
 _HOMES = {
     "REFUSALS": "epd.engine.worker",
+    "CheckpointError": "epd.model.checkpoint",
     "EngineThread": "epd.engine.worker",
+    "Inspection": "epd.model.checkpoint",
+    "KvLayout": "epd.kv.layout",
     "MemoryNetwork": "epd.transport.memory",
     "Renderer": "epd.gateway.render",
     "create_app": "epd.gateway.app",
     "fetch_limits": "epd.gateway.process",
+    "inspect_checkpoint": "epd.model.checkpoint",
     "run_gateway": "epd.gateway.process",
     "run_worker": "epd.engine.worker",
     "start_gateway": "epd.gateway.app",

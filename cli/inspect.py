@@ -1,0 +1,240 @@
+"""`mimo inspect`: what a checkpoint holds and what it costs, from its configuration and headers alone."""
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import typer
+
+from cli.inspect_view import show
+from cli.load import BUILTIN_MODELS, CONFIGS, ConfigError
+from encoder import Part, TensorSpec
+from epd import CheckpointError, Inspection, KvLayout, inspect_checkpoint
+
+MODELS = CONFIGS / "models"
+_CONTEXTS = (1_024, 8_192, 32_768, 131_072, 262_144, 1_048_576)
+
+
+class KvDtype(StrEnum):
+    """How keys and values are kept."""
+
+    BFLOAT16 = "bfloat16"
+    FP8 = "fp8"
+    FLOAT32 = "float32"
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of one element."""
+        return {KvDtype.BFLOAT16: 2, KvDtype.FP8: 1, KvDtype.FLOAT32: 4}[self]
+
+
+class QkvLayout(StrEnum):
+    """How the rows of fused q, k, v lie in the files."""
+
+    INTERLEAVED = "interleaved"
+    PLAIN = "plain"
+
+
+def inspect(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            help="A directory, a config.json, a built-in model (mimo-nano) or a published one (mimo-v2.5, "
+            "mimo-v2.5-pro, mimo-v2-flash).",
+            show_default=False,
+        ),
+    ],
+    mtp_layers: Annotated[
+        int | None,
+        typer.Option(min=0, help="Draft heads; by default what the files hold, without files what the family has."),
+    ] = None,
+    qkv_layout: Annotated[
+        QkvLayout, typer.Option(help="Rows of fused q, k, v: shard by shard, or plain as some re-exports hold them.")
+    ] = QkvLayout.INTERLEAVED,
+    kv_dtype: Annotated[KvDtype, typer.Option(help="How keys and values are kept.")] = KvDtype.BFLOAT16,
+    context: Annotated[
+        list[int] | None, typer.Option(min=1, help="Context length of a KV row, in tokens; repeatable.")
+    ] = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+) -> None:
+    """Print what a checkpoint holds: tensors by part, parameters, KV bytes, and whether its files match.
+
+    Weights are not loaded: headers are read, so 300 GB take a second. Without weights everything follows from
+    config.json. The exit code is 1 when files do not hold what the configuration calls for.
+
+    Example: mimo inspect mimo-v2.5
+
+    Example: mimo inspect ~/models/MiMo-V2.5 --json
+    """
+    location = _locate(checkpoint)
+    layout: Literal["interleaved", "plain"] = "plain" if qkv_layout is QkvLayout.PLAIN else "interleaved"
+    try:
+        inspection = inspect_checkpoint(location, num_mtp_layers=mtp_layers, qkv_layout=layout)
+    except CheckpointError as error:
+        typer.echo(f"mimo inspect: {error}", err=True)
+        raise typer.Exit(1) from error
+    report = build_report(checkpoint, location, inspection, kv_dtype=kv_dtype, contexts=context, tensors=tensors)
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        show(report)
+    if not inspection.matches:
+        raise typer.Exit(1)
+
+
+def _locate(checkpoint: str) -> Path:
+    """A built-in or published name, else a path. Raises ConfigError for a path that does not exist."""
+    published = {path.parent.name: path.parent for path in MODELS.glob("*/config.json")}
+    location = (BUILTIN_MODELS | published).get(checkpoint, Path(checkpoint).expanduser())
+    if not location.exists():
+        names = ", ".join(sorted(BUILTIN_MODELS | published))
+        raise ConfigError(
+            f"CHECKPOINT is {checkpoint!r}: no such path; give a directory, a config.json or a name: {names}"
+        )
+    return location
+
+
+def build_report(
+    name: str,
+    location: Path,
+    inspection: Inspection,
+    *,
+    kv_dtype: KvDtype = KvDtype.BFLOAT16,
+    contexts: list[int] | None = None,
+    tensors: bool = False,
+) -> dict[str, Any]:
+    """Return everything the command says, as JSON has it."""
+    inventory = inspection.inventory
+    report: dict[str, Any] = {
+        "checkpoint": name,
+        "path": str(location),
+        "model": _model(inspection),
+        "parts": _parts(inventory.main),
+        "total": _sums(inventory.main),
+        "audio_tokenizer": _sums(inventory.audio_tokenizer) if inventory.audio_tokenizer else None,
+        "parameters": {"total": inventory.num_params, "active_per_token": inventory.num_active_params},
+        "kv": _kv(inspection, kv_dtype, contexts),
+        "files": None,
+        "check": None,
+    }
+    if inspection.headers is not None:
+        report |= {"files": _files(inspection), "check": _check(inspection)}
+    if tensors:
+        files = {} if inspection.headers is None else inspection.headers.tensors
+        report["tensors"] = [
+            {
+                "name": spec.name,
+                "shape": list(spec.shape),
+                "dtype": spec.dtype,
+                "part": spec.part,
+                "file": files[spec.name].file if spec.name in files else None,
+            }
+            for spec in (*inventory.main, *inventory.audio_tokenizer)
+        ]
+    return report
+
+
+def _model(inspection: Inspection) -> dict[str, Any]:
+    hf, config = inspection.config_hf, inspection.inventory.config
+    modalities = ["text"]
+    modalities += ["image", "video"] if hf.get("vision_config") else []
+    modalities += ["audio"] if hf.get("audio_config") else []
+    architectures = hf.get("architectures") or [None]
+    windows = [layer for layer in config.layers if layer.is_window]
+    return {
+        "architecture": architectures[0],
+        "model_type": hf.get("model_type"),
+        "modalities": modalities,
+        "num_layers": config.num_layers,
+        "num_full_layers": config.num_layers - len(windows),
+        "num_window_layers": len(windows),
+        "window_tokens": _window_tokens(inspection) if windows else None,
+        "layer_pattern": "".join("w" if layer.is_window else "F" for layer in config.layers),
+        "dense_layers": [layer.index for layer in config.layers if not layer.is_moe],
+        "num_experts": config.moe.num_experts,
+        "num_experts_per_token": config.moe.num_experts_per_token,
+        "num_mtp_layers": inspection.inventory.num_mtp_layers,
+        "num_mtp_layers_from": inspection.mtp_source,
+        "max_position_embeddings": config.max_position_embeddings,
+    }
+
+
+def _sums(specs: tuple[TensorSpec, ...] | list[TensorSpec]) -> dict[str, int]:
+    return {
+        "num_tensors": len(specs),
+        "num_elements": sum(spec.num_elements for spec in specs),
+        "num_params": sum(spec.num_params for spec in specs),
+        "size_bytes": sum(spec.size_bytes for spec in specs),
+    }
+
+
+def _parts(specs: tuple[TensorSpec, ...]) -> list[dict[str, Any]]:
+    by_part: dict[str, list[TensorSpec]] = {part: [] for part in get_args(Part)}
+    for spec in specs:
+        by_part[spec.part].append(spec)
+    return [{"part": part, **_sums(members)} for part, members in by_part.items() if members]
+
+
+def _window_tokens(inspection: Inspection) -> int:
+    """Keys a window layer sees, itself included."""
+    return (inspection.inventory.config.window_layer.window_left or 0) + 1
+
+
+def _kv(inspection: Inspection, dtype: KvDtype, contexts: list[int] | None) -> dict[str, Any]:
+    """KV bytes of one sequence, by the geometry the engine's pools are made from."""
+    config, num_heads = inspection.inventory.config, inspection.inventory.num_mtp_layers
+    layers = [layer.attention for layer in config.layers]
+    full, window = ([spec for spec in layers if spec.is_window is kind] for kind in (False, True))
+    trunk = KvLayout.from_specs(full, window, page_size=1, dtype_bytes=dtype.size_bytes)
+    mtp_specs = [config.mtp_layer(k).attention for k in range(num_heads)]
+    mtp = KvLayout.from_specs([], mtp_specs, page_size=1, dtype_bytes=dtype.size_bytes)
+    growing, windowed = trunk.full_bytes_per_token, trunk.window_bytes_per_token
+    tokens, single = _window_tokens(inspection), growing + windowed
+    limit = config.max_position_embeddings
+    shown = contexts or sorted({length for length in _CONTEXTS if length < limit} | {limit})
+    rows = []
+    for length in shown:
+        size_bytes = growing * length + windowed * min(length, tokens)
+        rows.append(
+            {
+                "num_tokens": length,
+                "size_bytes": size_bytes,
+                "single_pool_bytes": single * length,
+                "ratio": size_bytes / (single * length),
+            }
+        )
+    return {
+        "dtype": str(dtype),
+        "growing_bytes_per_token": growing,
+        "window_bytes_per_token": windowed,
+        "window_tokens": tokens,
+        "constant_bytes": windowed * tokens,
+        "single_pool_bytes_per_token": single,
+        "asymptotic_ratio": growing / single,
+        "all_full_layers_bytes_per_token": growing // len(full) * len(layers) if full else None,
+        "mtp_window_bytes_per_token": mtp.window_bytes_per_token,
+        "mtp_constant_bytes": mtp.window_bytes_per_token * tokens,
+        "contexts": rows,
+    }
+
+
+def _files(inspection: Inspection) -> list[dict[str, Any]]:
+    main, own = inspection.headers, inspection.audio_tokenizer_headers
+    files = [(file.name, file) for file in (main.files if main else ())]
+    files += [(f"audio_tokenizer/{file.name}", file) for file in (own.files if own else ())]
+    return [{"name": name, "size_bytes": file.size_bytes, "num_tensors": file.num_tensors} for name, file in files]
+
+
+def _check(inspection: Inspection) -> dict[str, Any]:
+    findings = inspection.findings
+    return {
+        "matches": inspection.matches,
+        "missing": findings.missing,
+        "unexpected": findings.unexpected,
+        "misshapen": findings.misshapen,
+        "wrong_dtype": findings.wrong_dtype,
+        "faults": list(inspection.faults),
+        "stored_otherwise": list(inspection.stored_otherwise),
+    }

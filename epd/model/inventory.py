@@ -1,0 +1,255 @@
+"""Every tensor of a checkpoint, from its configuration alone: name, shape, file dtype and part. Free of torch.
+
+The rules are those of the published files. Without headers they say what such a checkpoint holds; given the dtypes of
+actual files (`stored`) each matrix is taken as it lies there, because the tensors decide which of them are quantised.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, cast
+
+from encoder import Part, StoredDtype, TensorSpec, audio_encoder_tensors, audio_tokenizer_tensors, vision_tensors
+from encoder.config import AudioConfig, AudioTokenizerConfig, VisionConfig
+from epd.model.config import ConfigError, LayerConfig, TextConfig
+
+QkvRows = Literal["interleaved", "plain"]
+
+MTP_PREFIX = "model.mtp.layers."
+# Of our own: published configurations do not say how many draft heads their files hold.
+MTP_KEY = "num_mtp_layers"
+_FAMILY = ("mimo_v2", "mimo_v2_flash")
+_FAMILY_MTP_LAYERS = 3
+_PLAIN: tuple[StoredDtype, ...] = ("F32", "BF16", "F16")
+_TORCH_DTYPES: Mapping[object, StoredDtype] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How a checkpoint stores its tensors.
+
+    `block` is the fp8 block, None where nothing is quantised; `mxfp4_block`, the columns that share an exponent, is set
+    where the experts are 4-bit. `ignored` names modules that stay plain. `stored` is the dtype of every tensor found.
+    """
+
+    plain: StoredDtype
+    block: tuple[int, int] | None
+    mxfp4_block: int | None
+    ignored: frozenset[str]
+    interleaved: bool = True
+    stored: Mapping[str, str] = field(default_factory=dict)
+
+    def vector(self, name: str, part: Part, *shape: int) -> TensorSpec:
+        """Return a tensor that is never quantised."""
+        found = self.stored.get(name)
+        return TensorSpec(name, shape, cast("StoredDtype", found) if found in _PLAIN else self.plain, part)
+
+    def matrix(
+        self, name: str, part: Part, rows: int, columns: int, *, published: StoredDtype, num_shards: int = 1
+    ) -> Iterator[TensorSpec]:
+        """Yield a matrix and its scales. `published` is its dtype by the rules, headers may say otherwise."""
+        if name.removesuffix(".weight") in self.ignored:
+            published = self.plain
+        found = self.stored.get(name)
+        if found in _PLAIN or (found == "F8_E4M3" and self.block) or (found == "U8" and self.mxfp4_block):
+            published = cast("StoredDtype", found)
+        if published == "U8" and self.mxfp4_block:
+            yield TensorSpec(name, (rows, -(-columns // 2)), "U8", part, params_per_element=2)
+            yield TensorSpec(f"{name}_scale", (rows, -(-columns // self.mxfp4_block)), "U8", part, params_per_element=0)
+            return
+        yield TensorSpec(name, (rows, columns), published, part)
+        if published == "F8_E4M3" and self.block:
+            scale_rows = num_shards * -(-(rows // num_shards) // self.block[0])
+            scale_shape = scale_rows, -(-columns // self.block[1])
+            yield TensorSpec(f"{name}_scale_inv", scale_shape, "F32", part, params_per_element=0)
+
+    @property
+    def linear(self) -> StoredDtype:
+        """The published dtype of projections and dense feed-forward matrices."""
+        return "F8_E4M3" if self.block else self.plain
+
+    @property
+    def expert(self) -> StoredDtype:
+        """The published dtype of expert matrices."""
+        return "U8" if self.mxfp4_block else self.linear
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """The tensors of a checkpoint: of the main files, and what is used of the audio tokenizer's own file."""
+
+    config: TextConfig
+    num_mtp_layers: int
+    main: tuple[TensorSpec, ...]
+    audio_tokenizer: tuple[TensorSpec, ...]
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the main files, scales not counted."""
+        return sum(spec.num_params for spec in self.main)
+
+    @property
+    def num_active_params(self) -> int:
+        """Parameters that take part in one text token, counted as model cards do.
+
+        The trunk with its embedding table and vocabulary projection; of the experts, those a token is given. Draft
+        heads and towers are not counted.
+        """
+        by_part: dict[Part, int] = {}
+        for spec in self.main:
+            by_part[spec.part] = by_part.get(spec.part, 0) + spec.num_params
+        trunk = ("embedding", "lm_head", "full_attention", "window_attention", "dense_mlp", "router", "norms")
+        moe, experts = self.config.moe, by_part.get("experts", 0)
+        return sum(by_part.get(part, 0) for part in trunk) + experts * moe.num_experts_per_token // moe.num_experts
+
+
+def take_inventory(
+    config_hf: Mapping[str, object],
+    *,
+    num_mtp_layers: int | None = None,
+    audio_tokenizer_hf: Mapping[str, object] | None = None,
+    qkv_layout: QkvRows = "interleaved",
+    stored: Mapping[str, str] | None = None,
+    stored_audio_tokenizer: Mapping[str, str] | None = None,
+) -> Inventory:
+    """Return the inventory of a `config.json`.
+
+    `num_mtp_layers` None means `mtp_layers_of(config_hf)`. `qkv_layout` is how fused rows, and so their scales, lie;
+    it is never guessed. Raises ConfigError or ValueError naming the key.
+    """
+    config = TextConfig.from_hf(_as_fp8(config_hf))
+    num_mtp_layers = mtp_layers_of(config_hf) if num_mtp_layers is None else num_mtp_layers
+    storage = replace(_storage(config_hf, config), interleaved=qkv_layout == "interleaved", stored=stored or {})
+    tokenizer: list[TensorSpec] = []
+    if audio_tokenizer_hf is not None:
+        own = replace(storage, stored=stored_audio_tokenizer or {})
+        specs = audio_tokenizer_tensors(AudioTokenizerConfig.from_hf(audio_tokenizer_hf))
+        tokenizer = [own.vector(spec.name, spec.part, *spec.shape) for spec in specs]
+    main = (*_text_tensors(config, storage, num_mtp_layers), *_tower_tensors(config_hf, storage))
+    return Inventory(config, num_mtp_layers, main, tuple(tokenizer))
+
+
+def mtp_layers_of(config_hf: Mapping[str, object]) -> int:
+    """Return the number of draft heads: `num_mtp_layers` where a configuration has it, else what the family has."""
+    given = config_hf.get(MTP_KEY)
+    if given is None:
+        return _FAMILY_MTP_LAYERS if config_hf.get("model_type") in _FAMILY else 0
+    if not isinstance(given, int) or isinstance(given, bool) or given < 0:
+        raise ConfigError(f"{MTP_KEY}: expected an integer of 0 or more, got {given!r}")
+    return given
+
+
+def stored_mtp_layers(names: Iterable[str]) -> int:
+    """Count the draft heads among tensor names."""
+    indices = {name.removeprefix(MTP_PREFIX).split(".")[0] for name in names if name.startswith(MTP_PREFIX)}
+    return max((int(index) for index in indices if index.isdecimal()), default=-1) + 1
+
+
+def _quantization(config_hf: Mapping[str, object]) -> Mapping[str, object]:
+    quantization = config_hf.get("quantization_config")
+    return quantization if isinstance(quantization, Mapping) else {}
+
+
+def _as_fp8(config_hf: Mapping[str, object]) -> Mapping[str, object]:
+    """The same with 8-bit experts: geometry does not depend on how experts are stored, and 4-bit ones do not load."""
+    quantization = _quantization(config_hf)
+    if quantization.get("store_dtype") != "mxfp4":
+        return config_hf
+    return {**config_hf, "quantization_config": {**quantization, "store_dtype": "fp8"}}
+
+
+def _storage(config_hf: Mapping[str, object], config: TextConfig) -> Storage:
+    quantization = _quantization(config_hf)
+    named = config_hf.get("torch_dtype") or config_hf.get("dtype") or "bfloat16"
+    if named not in _TORCH_DTYPES:
+        raise ConfigError(
+            f"torch_dtype: {named!r} is not implemented, allowed are {', '.join(map(str, _TORCH_DTYPES))}"
+        )
+    ignored = quantization.get("ignored_layers") or ()
+    block = quantization.get("mxfp4_block_size") or 32
+    if not isinstance(ignored, (list, tuple)) or not isinstance(block, int):
+        raise ConfigError("quantization_config: ignored_layers is no list, or mxfp4_block_size no integer")
+    return Storage(
+        plain=_TORCH_DTYPES[named],
+        block=config.quant_block,
+        mxfp4_block=block if quantization.get("store_dtype") == "mxfp4" else None,
+        ignored=frozenset(map(str, ignored)),
+    )
+
+
+def _text_tensors(config: TextConfig, storage: Storage, num_mtp_layers: int) -> Iterator[TensorSpec]:
+    width = config.hidden_size
+    yield storage.vector("model.embed_tokens.weight", "embedding", config.vocab_size, width)
+    for layer in config.layers:
+        prefix = f"model.layers.{layer.index}"
+        attention: Part = "window_attention" if layer.is_window else "full_attention"
+        yield storage.vector(f"{prefix}.input_layernorm.weight", "norms", width)
+        yield from _attention(f"{prefix}.self_attn", attention, config, layer, storage)
+        yield storage.vector(f"{prefix}.post_attention_layernorm.weight", "norms", width)
+        if layer.is_moe:
+            yield from _moe(f"{prefix}.mlp", config, storage)
+        else:
+            sizes = config.intermediate_size, width
+            yield from _swiglu(f"{prefix}.mlp", "dense_mlp", *sizes, storage=storage, published=storage.linear)
+    yield storage.vector("model.norm.weight", "norms", width)
+    yield storage.vector("lm_head.weight", "lm_head", config.vocab_size, width)
+    for k in range(num_mtp_layers):
+        prefix = f"{MTP_PREFIX}{k}"
+        for norm in ("enorm", "hnorm", "input_layernorm", "pre_mlp_layernorm", "final_layernorm"):
+            yield storage.vector(f"{prefix}.{norm}.weight", "mtp", width)
+        yield from storage.matrix(f"{prefix}.eh_proj.weight", "mtp", width, 2 * width, published=storage.plain)
+        yield from _attention(f"{prefix}.self_attn", "mtp", config, config.mtp_layer(k), storage)
+        sizes = config.intermediate_size, width
+        yield from _swiglu(f"{prefix}.mlp", "mtp", *sizes, storage=storage, published=storage.linear)
+
+
+def _attention(
+    prefix: str, part: Part, config: TextConfig, layer: LayerConfig, storage: Storage
+) -> Iterator[TensorSpec]:
+    width = config.hidden_size
+    if config.projection_layout == "fused_qkv":
+        # Every kind of layer is stored in as many shards as full layers have KV heads.
+        shards = config.num_qkv_shards if storage.interleaved else 1
+        name, rows = f"{prefix}.qkv_proj.weight", sum(layer.qkv_rows)
+        yield from storage.matrix(name, part, rows, width, published=storage.linear, num_shards=shards)
+    else:
+        for kind, rows in zip("qkv", layer.qkv_rows, strict=True):
+            yield from storage.matrix(f"{prefix}.{kind}_proj.weight", part, rows, width, published=storage.linear)
+    out_width = layer.num_heads * layer.v_dim
+    yield from storage.matrix(f"{prefix}.o_proj.weight", part, width, out_width, published=storage.plain)
+    if layer.has_sink:
+        yield storage.vector(f"{prefix}.attention_sink_bias", part, layer.num_heads)
+
+
+def _moe(prefix: str, config: TextConfig, storage: Storage) -> Iterator[TensorSpec]:
+    num_experts, width, inner = config.moe.num_experts, config.hidden_size, config.moe.intermediate_size
+    # fp32 whatever the rest is: a rounded router chooses other experts.
+    yield TensorSpec(f"{prefix}.gate.weight", (num_experts, width), "F32", "router")
+    yield TensorSpec(f"{prefix}.gate.e_score_correction_bias", (num_experts,), "F32", "router")
+    for expert in range(num_experts):
+        name = f"{prefix}.experts.{expert}"
+        yield from _swiglu(name, "experts", inner, width, storage=storage, published=storage.expert)
+
+
+def _swiglu(
+    prefix: str, part: Part, inner: int, width: int, *, storage: Storage, published: StoredDtype
+) -> Iterator[TensorSpec]:
+    for kind, rows, columns in (("gate", inner, width), ("up", inner, width), ("down", width, inner)):
+        yield from storage.matrix(f"{prefix}.{kind}_proj.weight", part, rows, columns, published=published)
+
+
+def _tower_tensors(config_hf: Mapping[str, object], storage: Storage) -> Iterator[TensorSpec]:
+    specs: list[TensorSpec] = []
+    if vision := _section(config_hf, "vision_config"):
+        merger_bias = "visual.merger.mlp.0.bias" in storage.stored
+        specs += vision_tensors(replace(VisionConfig.from_hf(vision), merger_bias=merger_bias), storage.plain)
+    if audio := _section(config_hf, "audio_config"):
+        specs += audio_encoder_tensors(AudioConfig.from_hf(audio), storage.plain)
+    for spec in specs:
+        yield storage.vector(spec.name, spec.part, *spec.shape)
+
+
+def _section(config_hf: Mapping[str, object], key: str) -> Mapping[str, object] | None:
+    section = config_hf.get(key)
+    if section is not None and not isinstance(section, Mapping):
+        raise ConfigError(f"{key}: expected an object or null, got {section!r}")
+    return section or None
