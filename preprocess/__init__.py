@@ -18,6 +18,7 @@ from preprocess.errors import (
     MediaUndecodable,
     MediaUnreachable,
     MediaUnsupported,
+    OptionInvalid,
 )
 from preprocess.keys import media_key
 from preprocess.tokens import Expansion, MediaTokenIds, Run, expand
@@ -61,6 +62,7 @@ __all__ = [
     "MediaUnsupported",
     "MelFrames",
     "Modality",
+    "OptionInvalid",
     "Patches",
     "PreparedMedia",
     "ProcessorConfig",

@@ -10,7 +10,14 @@ from typing import Any, Final, Literal, TypeVar
 import msgspec
 
 from preprocess.errors import MediaInvalid
-from preprocess.types import MERGE_SIZE, PATCH_SIZE, TEMPORAL_PATCH_SIZE, MediaOptions
+from preprocess.types import (
+    LOW_DETAIL_PIXELS,
+    MERGE_SIZE,
+    PATCH_SIZE,
+    TEMPORAL_PATCH_SIZE,
+    UNIT_PIXELS,
+    MediaOptions,
+)
 
 VideoBackend = Literal["pyav", "decord"]
 _T = TypeVar("_T")
@@ -85,14 +92,13 @@ class AudioBudget:
     tokens_per_s: float = 6.25
 
 
-# Engines' own defaults, used where a checkpoint's key is missing or null; one unit is a merged patch of 32 x 32.
-_UNIT_PIXELS: Final = (PATCH_SIZE * MERGE_SIZE) ** 2
+# Engines' own defaults, used where a checkpoint's key is missing or null.
 _FALLBACKS: Final[Mapping[str, Any]] = {
-    "image_min_pixels": 4 * _UNIT_PIXELS,
-    "image_max_pixels": 4096 * _UNIT_PIXELS,
-    "video_min_pixels": 4 * _UNIT_PIXELS,
-    "video_max_pixels": 4096 * _UNIT_PIXELS,
-    "video_total_max_pixels": 16384 * _UNIT_PIXELS,
+    "image_min_pixels": 4 * UNIT_PIXELS,
+    "image_max_pixels": 4096 * UNIT_PIXELS,
+    "video_min_pixels": 4 * UNIT_PIXELS,
+    "video_max_pixels": 4096 * UNIT_PIXELS,
+    "video_total_max_pixels": 16384 * UNIT_PIXELS,
     "fps": 2.0,
     "max_frames": 256,
     "min_frames": 8,
@@ -173,33 +179,66 @@ class ProcessorConfig:
             interleave_s=get.number("video_audio_interleave_length"),
         )
 
+    # Budgets are canonical: options that lead to the same pixels give equal budgets, hence equal keys.
+
     def image_budget(self, options: MediaOptions) -> ImageBudget:
         """The image settings of one request. Raises MediaInvalid when an option passes the configured ceiling."""
-        _require_ceiling("max_pixels", options.max_pixels, self.image.max_pixels)
-        max_pixels = _given(options.max_pixels, self.image.max_pixels)
+        max_pixels = _upper_bound("max_pixels", options.max_pixels, self.image.max_pixels)
+        if options.detail == "low":
+            max_pixels = min(max_pixels, LOW_DETAIL_PIXELS)
         min_pixels = _lower_bound("min_pixels", options.min_pixels, self.image.min_pixels, max_pixels)
-        return ImageBudget(min_pixels=min_pixels, max_pixels=max_pixels)
+        return ImageBudget(min_pixels=_reachable(min_pixels), max_pixels=max_pixels)
 
     def video_budget(self, options: MediaOptions) -> VideoBudget:
-        """The video settings of one request. Raises MediaInvalid when an option passes the configured ceiling."""
+        """The video settings of one request. Raises MediaInvalid when an option passes the configured ceiling.
+
+        Frames come in pairs, so bounds and counts in the result are even. Where there is a count of frames, the rate
+        and the bounds are the configured ones and mean nothing.
+        """
         base = self.video
-        _require_ceiling("max_pixels", options.max_pixels, base.max_pixels)
-        _require_ceiling("max_frames", options.max_frames, base.max_frames)
-        _require_ceiling("num_frames", options.num_frames, base.max_frames)
-        max_pixels = _given(options.max_pixels, base.max_pixels)
-        max_frames = _given(options.max_frames, base.max_frames)
-        # A frame rate in the request replaces a frame count in the checkpoint's settings.
-        num_frames = base.num_frames if options.num_frames is None and options.fps is None else options.num_frames
-        return replace(
+        max_pixels = _upper_bound("max_pixels", options.max_pixels, base.max_pixels)
+        min_pixels = _lower_bound("min_pixels", options.min_pixels, base.min_pixels, max_pixels)
+        max_frames = _even_down(_upper_bound("max_frames", options.max_frames, base.max_frames))
+        _upper_bound("num_frames", options.num_frames, base.max_frames)
+        min_frames = _even_up(_lower_bound("min_frames", options.min_frames, base.min_frames, base.max_frames))
+        num_frames = self._num_frames(options, min_frames, max_frames)
+        budget = replace(
             base,
-            min_pixels=_lower_bound("min_pixels", options.min_pixels, base.min_pixels, max_pixels),
+            min_pixels=_reachable(min_pixels),
             max_pixels=max_pixels,
-            fps=_given(options.fps, base.fps),
-            min_frames=_lower_bound("min_frames", options.min_frames, base.min_frames, max_frames),
-            max_frames=max_frames,
             num_frames=num_frames,
             use_audio=options.use_audio if options.use_audio is not None else base.use_audio,
         )
+        if num_frames is None:
+            fps = float(_given(options.fps, base.fps))
+            budget = replace(budget, fps=fps, min_frames=min(min_frames, max_frames), max_frames=max_frames)
+        self._check_total(options, max_frames if num_frames is None else num_frames)
+        return budget
+
+    def _num_frames(self, options: MediaOptions, min_frames: int, max_frames: int) -> int | None:
+        """A count of frames asked for or configured, as the published processor rounds it, within asked bounds."""
+        # A frame rate in the request replaces a frame count in the checkpoint's settings.
+        wanted = options.num_frames
+        if wanted is None and options.fps is None:
+            wanted = self.video.num_frames
+        if wanted is None:
+            return None
+        even = max(round(wanted / 2) * 2, TEMPORAL_PATCH_SIZE)
+        if options.min_frames is not None:
+            even = max(even, min_frames)
+        if options.max_frames is not None or options.num_frames is not None:
+            even = min(even, max_frames)
+        return even
+
+    def _check_total(self, options: MediaOptions, num_frames: int) -> None:
+        """A lower bound per frame overrules the total of a video; the request may not use that to take any memory."""
+        allowed = max(self.video.min_pixels, self.video.total_max_pixels * TEMPORAL_PATCH_SIZE // num_frames)
+        if options.min_pixels is not None and options.min_pixels > allowed:
+            raise MediaInvalid(
+                f"min_pixels is {options.min_pixels}, this server allows at most {allowed} where a video may have "
+                f"{num_frames} frames; fewer frames (max_frames, num_frames) allow more",
+                field="min_pixels",
+            )
 
     def fingerprint(self) -> bytes:
         """Canonical bytes of all that changes the result; limits only decide whether there is one."""
@@ -212,9 +251,25 @@ def _given(option: _T | None, default: _T) -> _T:
     return default if option is None else option
 
 
-def _require_ceiling(name: str, option: int | None, ceiling: int) -> None:
-    if option is not None and option > ceiling:
-        raise MediaInvalid(f"{name} is {option}, this server allows at most {ceiling}")
+def _even_down(count: int) -> int:
+    return count // TEMPORAL_PATCH_SIZE * TEMPORAL_PATCH_SIZE
+
+
+def _even_up(count: int) -> int:
+    return -(-count // TEMPORAL_PATCH_SIZE) * TEMPORAL_PATCH_SIZE
+
+
+def _reachable(min_pixels: int) -> int:
+    """Every picture is resized to one unit at least, so lower bounds below that are the same bound."""
+    return max(min_pixels, UNIT_PIXELS)
+
+
+def _upper_bound(name: str, option: int | None, ceiling: int) -> int:
+    if option is None:
+        return ceiling
+    if option > ceiling:
+        raise MediaInvalid(f"{name} is {option}, this server allows at most {ceiling}", field=name)
+    return option
 
 
 def _lower_bound(name: str, option: int | None, default: int, ceiling: int) -> int:
@@ -222,7 +277,7 @@ def _lower_bound(name: str, option: int | None, default: int, ceiling: int) -> i
     if option is None:
         return min(default, ceiling)
     if option > ceiling:
-        raise MediaInvalid(f"{name} is {option}, allowed is at most {ceiling} here")
+        raise MediaInvalid(f"{name} is {option}, this server allows at most {ceiling}", field=name)
     return option
 
 

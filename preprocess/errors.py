@@ -9,6 +9,8 @@
     |- MediaUndecodable    422  not recognised, truncated, damaged, empty
     `- MediaDecodeTimeout  504  decoding ran past its deadline
 
+    OptionInvalid, a ValueError: an option that is wrong for any medium, found before there is one
+
 Messages say what was found and what was allowed. Naming the request's part is the caller's business.
 """
 
@@ -30,10 +32,25 @@ class MediaError(Exception):
 
 
 class MediaInvalid(MediaError):
-    """The source or its options are malformed or contradict each other."""
+    """The source or its options are malformed or contradict each other. `field` names the option at fault, if any."""
 
     status = 400
     code = "media_invalid"
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class OptionInvalid(ValueError):
+    """A media option that makes no sense whatever the medium and the model. `field` names it.
+
+    A ValueError, so that decoding a message reports it as a fault of the message.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class MediaForbidden(MediaError):

@@ -2,7 +2,8 @@
 
 A key covers the content bytes, the settings in force for the modality after the request's options were applied, and
 the tower's checkpoint. So the same bytes under two URLs share a key, and so do a request that spells out the default
-and one that leaves it out.
+and one that leaves it out, or two that say the same in other words. `use_audio: true` is not the default spelled out:
+it fails where the default does without, and must not be answered with the default's result.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from preprocess.config import ProcessorConfig
 from preprocess.types import MediaKey, MediaOptions, Modality
 
 # Raised whenever `prepare` starts to compute something else from the same bytes and settings.
-_ALGORITHM_VERSION: Final = b"mimo-media-1"
+_ALGORITHM_VERSION: Final = b"mimo-media-2"
 
 
 def media_key(

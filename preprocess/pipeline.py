@@ -16,7 +16,7 @@ import numpy as np
 
 from preprocess.audio import decode_audio, decode_track, log_mel, no_deadline
 from preprocess.config import ProcessorConfig
-from preprocess.errors import MediaInvalid
+from preprocess.errors import MediaUndecodable
 from preprocess.image import decode_image
 from preprocess.patchify import patchify
 from preprocess.resize import smart_resize
@@ -81,7 +81,9 @@ def _prepare_video(
     if budget.use_audio is not False:
         mel, audio_warnings = _video_sound(content, config, check_deadline)
     if mel is None and budget.use_audio:
-        raise MediaInvalid("use_audio is true, but the video has no decodable audio track")
+        raise MediaUndecodable(
+            "use_audio is true, but the video has no audio track that decodes; leave it out or send false"
+        )
     return PreparedMedia(
         key=key,
         layout=_video_layout(video, mel, config),

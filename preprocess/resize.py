@@ -21,7 +21,9 @@ _MAX_ASPECT_RATIO: Final = 200
 
 
 def smart_resize(height: int, width: int, *, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """(height, width) in pixels, both positive multiples of 32, area within the bounds where that is possible.
+    """(height, width) in pixels, both positive multiples of 32, area at most `max_pixels` (which is 1024 or more).
+
+    Growing to `min_pixels` rounds both sides up, and passes a `max_pixels` that lies right above it, as published.
 
     Three steps, in this order:
 
@@ -43,12 +45,18 @@ def smart_resize(height: int, width: int, *, min_pixels: int, max_pixels: int) -
         shrink = math.sqrt(height * width / max_pixels)
         resized_h = math.floor(height / shrink / UNIT) * UNIT
         resized_w = math.floor(width / shrink / UNIT) * UNIT
+        # Of a long thin picture the short side comes to nothing here, and the published processor fails. It gets one
+        # unit, and the long side what the area leaves: a strip of a few bytes must not unfold to gigabytes.
+        longest = max(max_pixels // UNIT // UNIT, 1) * UNIT
+        if not resized_h:
+            resized_h, resized_w = UNIT, min(max(resized_w, UNIT), longest)
+        elif not resized_w:
+            resized_h, resized_w = min(resized_h, longest), UNIT
     elif resized_h * resized_w < min_pixels:
         grow = math.sqrt(min_pixels / (height * width))
         resized_h = math.ceil(height * grow / UNIT) * UNIT
         resized_w = math.ceil(width * grow / UNIT) * UNIT
-    # A long thin picture under a small budget would floor its short side to nothing.
-    return max(resized_h, UNIT), max(resized_w, UNIT)
+    return resized_h, resized_w
 
 
 def num_sampled_frames(num_frames: int, rate_fps: float, budget: VideoBudget) -> int:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, NewType
+from typing import Final, Literal, NewType
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from preprocess.errors import OptionInvalid
 
 PATCH_SIZE: Final = 16
 MERGE_SIZE: Final = 2
@@ -31,21 +33,37 @@ class Modality(StrEnum):
     AUDIO = "audio"
 
 
+UNIT_PIXELS: Final = (PATCH_SIZE * MERGE_SIZE) ** 2
+"""Pixels of one merged patch, 32 x 32 = 1024: the smallest picture that the tower sees."""
+LOW_DETAIL_PIXELS: Final = 512 * 512
+"""What `detail: low` allows a picture."""
+
+Detail = Literal["auto", "low", "high"]
+_DETAILS: Final[tuple[Detail, ...]] = ("auto", "low", "high")
 _MAX_FPS: Final = 240
 _MAX_FRAMES: Final = 100_000
 _MAX_PIXELS: Final = 2**31 - 1
-
-
-def _require_range(field: str, value: float | None, lowest: float, highest: float) -> None:
-    # `not (a <= b)` and not `a > b`: NaN must fail.
-    if value is not None and not (lowest <= value <= highest):
-        raise ValueError(f"{field} is {value}, allowed is {lowest} to {highest}")
+# Frames come in pairs: fewer than two cannot be asked for. An upper bound below one unit could not be kept.
+_RANGES: Final[dict[str, tuple[float, float]]] = {
+    "fps": (0.001, _MAX_FPS),
+    "max_frames": (TEMPORAL_PATCH_SIZE, _MAX_FRAMES),
+    "min_frames": (1, _MAX_FRAMES),
+    "num_frames": (TEMPORAL_PATCH_SIZE, _MAX_FRAMES),
+    "min_pixels": (1, _MAX_PIXELS),
+    "max_pixels": (UNIT_PIXELS, _MAX_PIXELS),
+}
+_ORDERED: Final = (
+    ("min_frames", "max_frames"),
+    ("min_frames", "num_frames"),
+    ("num_frames", "max_frames"),
+    ("min_pixels", "max_pixels"),
+)
 
 
 class MediaOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """What a request may say about one medium; None means the processor's own setting.
 
-    Raises ValueError naming field, value and allowed range. Ceilings of the server are applied later, by
+    Raises OptionInvalid naming field, value and what is allowed. Ceilings of the server are applied later, by
     `ProcessorConfig.image_budget` and its siblings.
     """
 
@@ -53,42 +71,68 @@ class MediaOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     max_frames: int | None = None
     min_frames: int | None = None
     num_frames: int | None = None
+    """Instead of a frame rate. Odd numbers go to the even neighbour that is a multiple of four, as published."""
     min_pixels: int | None = None
     max_pixels: int | None = None
+    """Of a picture or of one frame, after resizing."""
     use_audio: bool | None = None
+    """None: the audio track of a video is used if there is one. True requires one."""
+    detail: Detail | None = None
+    """low: at most `LOW_DETAIL_PIXELS`. auto and high: the processor's own limit."""
 
     def __post_init__(self) -> None:
-        _require_range("fps", self.fps, 0.001, _MAX_FPS)
-        for field in ("max_frames", "min_frames", "num_frames"):
-            _require_range(field, getattr(self, field), 1, _MAX_FRAMES)
-        for field in ("min_pixels", "max_pixels"):
-            _require_range(field, getattr(self, field), 1, _MAX_PIXELS)
+        for field, (lowest, highest) in _RANGES.items():
+            value = getattr(self, field)
+            # `not (a <= b)` and not `a > b`: NaN must fail.
+            if value is not None and not (lowest <= value <= highest):
+                raise OptionInvalid(field, f"{field} is {value}, allowed is {lowest} to {highest}")
         if self.fps is not None and self.num_frames is not None:
-            raise ValueError(f"fps ({self.fps}) and num_frames ({self.num_frames}) exclude each other; give one")
-        _require_order("min_frames", self.min_frames, "max_frames", self.max_frames)
-        _require_order("min_pixels", self.min_pixels, "max_pixels", self.max_pixels)
+            raise OptionInvalid(
+                "num_frames",
+                f"fps is {self.fps} and num_frames is {self.num_frames}; they exclude each other, give one",
+            )
+        for low_field, high_field in _ORDERED:
+            low, high = getattr(self, low_field), getattr(self, high_field)
+            if low is not None and high is not None and low > high:
+                raise OptionInvalid(
+                    low_field, f"{low_field} is {low}, allowed is at most {high_field}, which is {high}"
+                )
+        self._check_detail()
+
+    def _check_detail(self) -> None:
+        if self.detail is None:
+            return
+        if self.detail not in _DETAILS:
+            raise OptionInvalid("detail", f"detail is {self.detail}, allowed is {', '.join(_DETAILS)}")
+        for field in ("min_pixels", "max_pixels"):
+            value = getattr(self, field)
+            if self.detail == "low" and value is not None and value > LOW_DETAIL_PIXELS:
+                raise OptionInvalid(
+                    field, f"{field} is {value} and detail is low, which allows at most {LOW_DETAIL_PIXELS}; give one"
+                )
 
     def given(self) -> tuple[str, ...]:
         """Names of the fields that are set, in declaration order."""
         return tuple(field for field in self.__struct_fields__ if getattr(self, field) is not None)
 
+    def applying_to(self, modality: Modality) -> MediaOptions:
+        """These options without those that say nothing about the modality."""
+        kept = OPTIONS_OF[modality]
+        return MediaOptions(**{field: getattr(self, field) for field in self.given() if field in kept})
 
-def _require_order(low_field: str, low: int | None, high_field: str, high: int | None) -> None:
-    if low is not None and high is not None and low > high:
-        raise ValueError(f"{low_field} is {low}, allowed is at most {high_field}, which is {high}")
 
-
-_OPTIONS_OF: Final[dict[Modality, frozenset[str]]] = {
-    Modality.IMAGE: frozenset({"min_pixels", "max_pixels"}),
-    Modality.VIDEO: frozenset(MediaOptions.__struct_fields__),
+OPTIONS_OF: Final[dict[Modality, frozenset[str]]] = {
+    Modality.IMAGE: frozenset({"min_pixels", "max_pixels", "detail"}),
+    Modality.VIDEO: frozenset(MediaOptions.__struct_fields__) - {"detail"},
     Modality.AUDIO: frozenset(),
 }
+"""The options that mean something for each modality."""
 
 
 class MediaSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where one medium comes from: an http, https, data or file URL, and what the request asked for it.
 
-    Raises ValueError when an option does not apply to the modality.
+    Raises OptionInvalid when an option does not apply to the modality.
     """
 
     modality: Modality
@@ -96,11 +140,11 @@ class MediaSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     options: MediaOptions = MediaOptions()
 
     def __post_init__(self) -> None:
-        allowed = _OPTIONS_OF[self.modality]
+        allowed = OPTIONS_OF[self.modality]
         for field in self.options.given():
             if field not in allowed:
                 names = ", ".join(sorted(allowed)) or "none"
-                raise ValueError(f"{field} does not apply to {self.modality}; allowed options: {names}")
+                raise OptionInvalid(field, f"{field} does not apply to {self.modality}; allowed options: {names}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ Every string of the client passes through `guard`, so that the template's output
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -13,23 +13,28 @@ import msgspec
 from epd.errors import InvalidRequest
 from epd.gateway.answer import THINK_CLOSE, THINK_OPEN
 from epd.gateway.schema import (
-    LOW_DETAIL_PIXELS,
     AssistantMessage,
     AudioPart,
     ChatBody,
+    ImageOptions,
     ImagePart,
+    InputAudio,
     InputAudioPart,
     Message,
     TextPart,
     ToolMessage,
     UserMessage,
+    VideoOptions,
     VideoPart,
 )
+from preprocess.errors import OptionInvalid
 from preprocess.types import MediaOptions, MediaSource, Modality
 
 Guard = Callable[[str], str]
 
 _AUDIO_TYPES = {"mp3": "audio/mpeg", "m4a": "audio/mp4", "opus": "audio/ogg"}
+# No base64 has a colon.
+_URL_STARTS = ("http://", "https://", "data:")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,12 @@ class MediaPart:
 
     param: str
     source: MediaSource
+    option_params: Mapping[str, str] = field(default_factory=dict)
+    """Where in the body each option was given."""
+
+    def param_of(self, option: str | None) -> str:
+        """The field of the body to change when an option is at fault, or the medium itself."""
+        return self.option_params.get(option or "", self.param)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +118,7 @@ def _parts(parts: list[Any], path: str, guard: Guard, media: list[MediaPart]) ->
         if pending:
             rendered.append({"type": "text", "text": guard(pending)})
             pending = ""
-        medium = _medium(part, f"{path}[{i}].{part.type}")
+        medium = _medium(part, f"{path}[{i}]")
         media.append(medium)
         kind = medium.source.modality.value
         rendered.append({"type": kind, kind: ""})
@@ -117,24 +128,58 @@ def _parts(parts: list[Any], path: str, guard: Guard, media: list[MediaPart]) ->
 
 
 def _medium(part: ImagePart | VideoPart | AudioPart | InputAudioPart, path: str) -> MediaPart:
+    param = f"{path}.{part.type}"
+    options: dict[str, Any] = {}
+    option_params: dict[str, str] = {}
+    match part:
+        case ImagePart(image_url=image):
+            modality, url = Modality.IMAGE, image.url
+            options, option_params = _media_options(part, image, ImageOptions, path)
+        case VideoPart(video_url=video):
+            modality, url = Modality.VIDEO, video.url
+            options, option_params = _media_options(part, video, VideoOptions, path)
+            options.pop("media_resolution", None)
+        case AudioPart(audio_url=audio):
+            modality, url = Modality.AUDIO, audio.url
+        case InputAudioPart(input_audio=inline):
+            modality, url = Modality.AUDIO, _audio_url(inline)
     try:
-        match part:
-            case ImagePart(image_url=image):
-                options = image.model_dump(exclude={"url", "detail"}, exclude_none=True)
-                if image.detail == "low":
-                    options.setdefault("max_pixels", LOW_DETAIL_PIXELS)
-                source = MediaSource(Modality.IMAGE, image.url, MediaOptions(**options))
-            case VideoPart(video_url=video):
-                options = video.model_dump(exclude={"url"}, exclude_none=True)
-                source = MediaSource(Modality.VIDEO, video.url, MediaOptions(**options))
-            case AudioPart(audio_url=audio):
-                source = MediaSource(Modality.AUDIO, audio.url)
-            case InputAudioPart(input_audio=inline):
-                media_type = _AUDIO_TYPES.get(inline.format, f"audio/{inline.format}")
-                source = MediaSource(Modality.AUDIO, f"data:{media_type};base64,{inline.data}")
-    except ValueError as error:
-        raise InvalidRequest(f"{path}: {error}", param=path) from error
-    return MediaPart(path, source)
+        source = MediaSource(modality, url, MediaOptions(**options))
+    except OptionInvalid as error:
+        raise InvalidRequest(f"{param}: {error}", param=option_params[error.field]) from error
+    return MediaPart(param, source, option_params)
+
+
+def _media_options(
+    part: ImagePart | VideoPart,
+    inner: ImageOptions | VideoOptions,
+    shape: type[ImageOptions | VideoOptions],
+    path: str,
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Options that stand beside the URL object and inside it, and the place of each. Raises InvalidRequest where the
+    two differ."""
+    options: dict[str, Any] = {}
+    params: dict[str, str] = {}
+    for holder, place in ((inner, f"{path}.{part.type}"), (part, path)):
+        for name in shape.model_fields:
+            value = getattr(holder, name)
+            if value is None:
+                continue
+            if name in options and options[name] != value:
+                both = f"{params[name]} is {json.dumps(options[name])} and {place}.{name} is {json.dumps(value)}"
+                raise InvalidRequest(f"{both}; give one", param=f"{place}.{name}")
+            options.setdefault(name, value)
+            params.setdefault(name, f"{place}.{name}")
+    return options, params
+
+
+def _audio_url(inline: InputAudio) -> str:
+    # A slice: the data may be hundreds of megabytes.
+    if inline.data[:8].lower().startswith(_URL_STARTS):
+        return inline.data
+    if inline.format is None:
+        return f"data:;base64,{inline.data}"
+    return f"data:{_AUDIO_TYPES.get(inline.format, f'audio/{inline.format}')};base64,{inline.data}"
 
 
 def _assistant(message: AssistantMessage, path: str, guard: Guard) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from epd.errors import InvalidRequest
 from epd.gateway.conversation import MediaPart
 from epd.gateway.problems import Problem, Refused, problem_of
 from preprocess.config import ProcessorConfig
-from preprocess.errors import MediaError
+from preprocess.errors import MediaError, MediaInvalid
 from preprocess.keys import media_key
 from preprocess.types import MediaKey, MediaLayout, MediaOptions, MediaSource, Modality
 
@@ -180,7 +180,8 @@ class MediaStage:
             info = await self._encoder.info(self._patience_s())
             key = await _key(content, part.source, processor, info.fingerprint)
         except (MediaError, EncoderError) as error:
-            raise Refused(problem_of(error, param=part.param)) from error
+            option = error.field if isinstance(error, MediaInvalid) else None
+            raise Refused(problem_of(error, param=part.param_of(option))) from error
         return Medium(part, content, key)
 
     async def encode(self, medium: Medium, deadline_unix_s: float) -> EncodeReply:

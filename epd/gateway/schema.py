@@ -11,9 +11,6 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_val
 TAG = "~"
 """Begins the elements that pydantic adds to a location for a union; they name no field of the body."""
 
-LOW_DETAIL_PIXELS = 512 * 512
-
-
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 """What travels to other processes must fit their integers; whether it makes sense is judged with the medium."""
 
@@ -30,17 +27,25 @@ class _Shape(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class ImageUrl(_Shape):
-    """`detail` low means at most `LOW_DETAIL_PIXELS`; auto and high are the processor's own limit."""
+class ImageOptions(_Shape):
+    """Options of a picture. Clients of other servers write them inside the URL object or beside it; both are taken."""
 
-    url: str
     detail: Literal["auto", "low", "high"] | None = None
     min_pixels: Int32 | None = None
     max_pixels: Int32 | None = None
 
 
-class VideoUrl(_Shape):
+class ImageUrl(ImageOptions):
     url: str
+
+
+class VideoOptions(_Shape):
+    """Options of a video, inside the URL object or beside it.
+
+    `media_resolution` is a field of the model maker's own service. Its two levels are the same here, where the default
+    is the best there is: the processor's own limits.
+    """
+
     fps: float | None = None
     max_frames: Int32 | None = None
     min_frames: Int32 | None = None
@@ -48,6 +53,11 @@ class VideoUrl(_Shape):
     min_pixels: Int32 | None = None
     max_pixels: Int32 | None = None
     use_audio: bool | None = None
+    media_resolution: Literal["default", "max"] | None = None
+
+
+class VideoUrl(VideoOptions):
+    url: str
 
 
 class AudioUrl(_Shape):
@@ -55,10 +65,10 @@ class AudioUrl(_Shape):
 
 
 class InputAudio(_Shape):
-    """`data` is base64; the format is also recognised from the bytes themselves, which win."""
+    """`data` is base64, or an http, https or data URL. The format is recognised from the bytes, whatever is said."""
 
     data: str
-    format: Literal["wav", "mp3", "flac", "ogg", "opus", "aac", "m4a", "webm"]
+    format: Literal["wav", "mp3", "flac", "ogg", "opus", "aac", "m4a", "webm"] | None = None
 
 
 class TextPart(_Shape):
@@ -66,12 +76,12 @@ class TextPart(_Shape):
     text: str
 
 
-class ImagePart(_Shape):
+class ImagePart(ImageOptions):
     type: Literal["image_url"]
     image_url: ImageUrl
 
 
-class VideoPart(_Shape):
+class VideoPart(VideoOptions):
     type: Literal["video_url"]
     video_url: VideoUrl
 

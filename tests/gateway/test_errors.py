@@ -34,12 +34,12 @@ FAULTS: dict[str, tuple[dict[str, Any], int, str]] = {
     "part option": (
         with_part({"type": "video_url", "video_url": {"url": IMAGE_URL, "fps": 0}}),
         400,
-        "messages[0].content[1].video_url",
+        "messages[0].content[1].video_url.fps",
     ),
     "option over ceiling": (
         with_part({"type": "image_url", "image_url": {"url": IMAGE_URL, "max_pixels": 10**9}}),
         400,
-        "messages[0].content[1].image_url",
+        "messages[0].content[1].image_url.max_pixels",
     ),
     "unreachable": (
         with_part({"type": "image_url", "image_url": {"url": "https://media.test/none"}}),

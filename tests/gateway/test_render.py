@@ -193,11 +193,6 @@ def test_thinking_options() -> None:
     assert opening.opens_reasoning
 
 
-def test_low_detail_is_a_pixel_limit() -> None:
-    part = {"type": "image_url", "image_url": {"url": IMAGE_URL, "detail": "low"}}
-    assert conversation(user([part])).media[0].source.options.max_pixels == 512 * 512
-
-
 @pytest.mark.parametrize(("asked", "prompt", "fits"), [(None, 90, 10), (5, 90, 5), (10, 90, 10), (None, 10, 50)])
 def test_room_for_the_answer(asked: int | None, prompt: int, fits: int) -> None:
     assert fit_answer(prompt, asked=asked, default=50, max_context_tokens=100) == fits

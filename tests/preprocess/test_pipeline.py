@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import preprocess
-from preprocess import MediaError, MediaInvalid, MediaKey, MediaOptions, Modality, PreparedMedia, ProcessorConfig
+from preprocess import MediaError, MediaKey, MediaOptions, MediaUndecodable, Modality, PreparedMedia, ProcessorConfig
 from preprocess.pipeline import prepare
 from tests.fakes.clips import blocks, make_video, picture_file, sine, sound_file
 
@@ -74,7 +74,7 @@ def test_use_audio(tiny: ProcessorConfig) -> None:
     assert run(loud, Modality.VIDEO, tiny, use_audio=False).mel is None
     assert run(loud, Modality.VIDEO, tiny, use_audio=True).mel is not None
     assert run(silent, Modality.VIDEO, tiny).layout.audio_slices == ()
-    with pytest.raises(MediaInvalid, match="no decodable audio"):
+    with pytest.raises(MediaUndecodable, match="use_audio is true"):
         run(silent, Modality.VIDEO, tiny, use_audio=True)
 
 
