@@ -2,26 +2,20 @@
 
     <think>REASONING</think>CONTENT<tool_call> <function=NAME> <parameter=KEY>VALUE</parameter> </function> </tool_call>
 
-`<think>` counts only at the start of the answer. A tool call is emitted when its block is complete; a block that is not
-a call of a known function is text.
+`<think>` counts only at the start of the answer; reasoning that is never closed is reasoning to the end. A tool call is
+emitted when its block is complete; a block that is no call of a known function is text. All text is passed on but the
+tags, white space before `<think>`, and white space that only sets calls apart: before a call, between two, after the
+last. Every character is looked at a bounded number of times, however the stream is cut.
 """
 
-import ast
-import html
-import json
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
+
+from epd.gateway.toolcalls import CALL_CLOSE, CALL_OPEN, ToolCall, Tools, parse_block
 
 THINK_OPEN = "<think>"
 THINK_CLOSE = "</think>"
-CALL_OPEN = "<tool_call>"
-CALL_CLOSE = "</tool_call>"
-
-_FUNCTION = re.compile(r"<function=(.*?)>(.*?)</function>", re.DOTALL)
-# The last parameter of a sloppy block may lack its closing tag; the next opening tag or the end closes it.
-_PARAMETER = re.compile(r"<parameter=(.*?)>(.*?)(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +26,6 @@ class Reasoning:
 @dataclass(frozen=True, slots=True)
 class Content:
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """`arguments` is a JSON object as text, the way the API carries it."""
-
-    name: str
-    arguments: str
 
 
 Piece = Reasoning | Content | ToolCall
@@ -70,144 +56,135 @@ def _partial_at_end(text: str, tag: str) -> int:
 class AnswerParser:
     """States: start -> (reasoning ->) content <-> call. `tools` is None when the request declared none."""
 
-    def __init__(self, *, tools: Mapping[str, Mapping[str, Any]] | None, in_reasoning: bool = False) -> None:
+    def __init__(self, *, tools: Tools | None, in_reasoning: bool = False) -> None:
         """`tools` maps a function name to its parameters schema. `in_reasoning`: the prompt opened `<think>`."""
         self._tools = tools
-        self._state = "reasoning" if in_reasoning else "start"
+        self._state: Literal["start", "reasoning", "content", "call"] = "reasoning" if in_reasoning else "start"
         self._held = ""
+        """The end of the text so far, where it may begin a tag; shorter than a tag."""
+        self._space: list[str] = []
+        """White space that is content if text follows, and nothing if a call does."""
+        self._block: list[str] = []
+        """An unfinished block from its opening tag on."""
+        self._after_call = False
 
     @property
     def in_reasoning(self) -> bool:
         return self._state == "reasoning"
 
     def push(self, text: str) -> list[Piece]:
-        self._held += text
         pieces: list[Piece] = []
-        while self._advance(pieces):
-            pass
+        rest: str | None = text
+        while rest is not None:
+            rest = self._step(rest, pieces)
         return pieces
 
     def close(self) -> list[Piece]:
         """The rest. An unfinished block is text, unfinished reasoning is reasoning."""
         held, self._held = self._held, ""
-        if not held:
-            return []
-        return [Reasoning(held) if self._state == "reasoning" else Content(held)]
+        if self._state == "reasoning":
+            return [Reasoning(held)] if held else []
+        # `_held` is the end of `_block` there.
+        tail = self._taken(self._block) if self._state == "call" else held
+        space = self._taken(self._space)
+        text = tail if self._after_call and not tail else space + tail
+        return [Content(text)] if text else []
 
-    def _advance(self, pieces: list[Piece]) -> bool:
-        """Take one step; False when more text is needed."""
+    def _step(self, text: str, pieces: list[Piece]) -> str | None:
+        """Read on in the present state; what is left for the next one, or None when more text is needed."""
         match self._state:
             case "start":
-                return self._start()
+                return self._start(text)
             case "reasoning":
-                return self._until(THINK_CLOSE, "content", pieces, Reasoning)
+                return self._reason(text, pieces)
             case "content":
-                if self._tools is None:
-                    return self._until(None, "content", pieces, Content)
-                return self._until(CALL_OPEN, "call", pieces, Content)
-            case _:
-                return self._call(pieces)
+                return self._write(text, pieces)
+            case "call":
+                return self._call(text, pieces)
 
-    def _start(self) -> bool:
-        """Decide whether the answer opens with `<think>`; white space before it is dropped with it."""
-        stripped = self._held.lstrip()
+    def _start(self, text: str) -> str | None:
+        """Decide whether the answer opens with `<think>`."""
+        text = self._held + text
+        stripped = text.lstrip()
+        self._space.append(text[: len(text) - len(stripped)])
         if stripped.startswith(THINK_OPEN):
-            self._held = stripped[len(THINK_OPEN) :]
+            self._held = ""
+            self._space.clear()
             self._state = "reasoning"
-            return True
+            return stripped[len(THINK_OPEN) :]
         if THINK_OPEN.startswith(stripped):
-            return False
+            self._held = stripped
+            return None
+        self._held = ""
         self._state = "content"
-        return True
+        return stripped
 
-    def _until(self, tag: str | None, then: str, pieces: list[Piece], kind: type[Reasoning] | type[Content]) -> bool:
-        """Emit text up to `tag` and move on, or all that cannot be the beginning of the tag."""
-        at = self._held.find(tag) if tag is not None else -1
-        if tag is not None and at >= 0:
-            # A call keeps its opening tag: an unfinished or foreign block is given back as text, whole.
-            skipped = 0 if then == "call" else len(tag)
-            text, self._held = self._held[:at], self._held[at + skipped :]
-            self._state = then
-        else:
-            keep = _partial_at_end(self._held, tag) if tag is not None else 0
-            text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        if text:
-            pieces.append(kind(text))
-        return at >= 0
+    def _reason(self, text: str, pieces: list[Piece]) -> str | None:
+        before, rest = self._until(THINK_CLOSE, text)
+        if before:
+            pieces.append(Reasoning(before))
+        if rest is None:
+            return None
+        self._state = "content"
+        return rest[len(THINK_CLOSE) :]
 
-    def _call(self, pieces: list[Piece]) -> bool:
-        at = self._held.find(CALL_CLOSE)
+    def _write(self, text: str, pieces: list[Piece]) -> str | None:
+        if self._tools is None:
+            if text := self._taken(self._space) + text:
+                pieces.append(Content(text))
+            return None
+        before, rest = self._until(CALL_OPEN, text)
+        if shown := before.rstrip():
+            pieces.append(Content(self._taken(self._space) + shown))
+            self._after_call = False
+        self._space.append(before[len(shown) :])
+        if rest is not None:
+            self._state = "call"
+        return rest
+
+    def _until(self, tag: str, text: str) -> tuple[str, str | None]:
+        """Text before `tag`, and the rest from the tag on; None without a tag: its possible beginning is held."""
+        text, self._held = self._held + text, ""
+        at = text.find(tag)
+        if at >= 0:
+            return text[:at], text[at:]
+        at = len(text) - _partial_at_end(text, tag)
+        self._held = text[at:]
+        return text[:at], None
+
+    def _call(self, text: str, pieces: list[Piece]) -> str | None:
+        # Only the seam is searched again: a block may be long and come one character at a time.
+        seam = self._held + text
+        at = seam.find(CALL_CLOSE)
         if at < 0:
-            return False
-        block, self._held = self._held[: at + len(CALL_CLOSE)], self._held[at + len(CALL_CLOSE) :]
-        call = parse_call(block, self._tools or {})
-        pieces.append(call if call is not None else Content(block))
+            self._block.append(text)
+            self._held = seam[1 - len(CALL_CLOSE) :]
+            return None
+        stop = at + len(CALL_CLOSE) - len(self._held)
+        self._held = ""
+        self._block.append(text[:stop])
         self._state = "content"
-        return True
+        self._finish_block(self._taken(self._block), pieces)
+        return text[stop:]
 
+    def _finish_block(self, block: str, pieces: list[Piece]) -> None:
+        space = self._taken(self._space)
+        parsed = parse_block(block, self._tools or {})
+        if parsed is None:
+            pieces.append(Content(space + block))
+            self._after_call = False
+            return
+        before, call, after = parsed
+        # Words a model puts inside the block, around the function, are not lost.
+        if before.strip():
+            pieces.append(Content(space + before))
+        pieces.append(call)
+        if after.strip():
+            pieces.append(Content(after))
+        self._after_call = not after.strip()
 
-def parse_call(block: str, tools: Mapping[str, Mapping[str, Any]]) -> ToolCall | None:
-    """The first function of a block, or None when there is none or its name is not among `tools`."""
-    found = _FUNCTION.search(block)
-    if found is None:
-        return None
-    name = found[1].strip()
-    if name not in tools:
-        return None
-    properties = tools[name].get("properties") or {}
-    arguments: dict[str, Any] = {}
-    for parameter in _PARAMETER.finditer(found[2]):
-        key = parameter[1].strip()
-        schema = properties.get(key)
-        kind = schema.get("type") if isinstance(schema, Mapping) else "string"
-        arguments[key] = convert(parameter[2], kind)
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
-
-
-def convert(raw: str, kind: object) -> Any:
-    """A parameter's text as the schema's type; text that does not fit stays a string.
-
-    HTML entities are unescaped, the word null in any case is None, an integral number is an int.
-    """
-    value = html.unescape(raw)
-    if value.strip().lower() == "null":
-        return None
-    if isinstance(kind, list):  # ["integer", "null"]: null was dealt with above
-        kind = next((name for name in kind if name != "null"), "string")
-    match kind:
-        case "integer":
-            return _number(value, int)
-        case "number":
-            number = _number(value, float)
-            return int(number) if isinstance(number, float) and number.is_integer() else number
-        case "boolean":
-            return value.strip().lower() == "true"
-        case "string" | None:
-            return value
-        case _:
-            return _structured(value)
-
-
-def _number(value: str, kind: type[int] | type[float]) -> int | float | str:
-    try:
-        number = kind(value.strip())
-    except ValueError:
-        return value
-    # JSON has no infinities and no NaN.
-    return number if number == number and abs(number) != float("inf") else value
-
-
-def _structured(value: str) -> Any:
-    """JSON, else a Python literal that JSON can carry, else the text itself."""
-    for read in (json.loads, ast.literal_eval):
-        try:
-            return _portable(read(value.strip()))
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            continue
-    return value
-
-
-def _portable(value: Any) -> Any:
-    """The value as JSON carries it. Raises ValueError or TypeError for NaN, lone surrogates, sets and the like."""
-    encoded = json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    return json.loads(encoded)
+    @staticmethod
+    def _taken(texts: list[str]) -> str:
+        whole = "".join(texts)
+        texts.clear()
+        return whole

@@ -14,7 +14,7 @@ from typing import Any
 
 from epd.config import GatewayConfig
 from epd.errors import ContextTooLong
-from epd.gateway.answer import AnswerParser, Piece, ToolCall, joined
+from epd.gateway.answer import AnswerParser, Piece, joined
 from epd.gateway.conversation import Conversation, read_conversation
 from epd.gateway.detokenize import Detokenizer, StopStrings
 from epd.gateway.generation import End, Generation, Tokens
@@ -23,6 +23,7 @@ from epd.gateway.metrics import GatewayMetrics
 from epd.gateway.render import AssembledPrompt, Prompt, Renderer, fit_answer
 from epd.gateway.reply import AnswerEnd, AnswerPart, finish_reason
 from epd.gateway.schema import ChatBody
+from epd.gateway.toolcalls import ToolCall
 from epd.router.workers import Fleet
 from epd.types import FinishReason, GenerateRequest, SamplingParams, TokenLogprob, Usage
 

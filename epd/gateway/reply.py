@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from epd.gateway.answer import Content, Piece, Reasoning, ToolCall
+from epd.gateway.answer import Content, Piece, Reasoning
+from epd.gateway.toolcalls import ToolCall
 from epd.gateway.vocabulary import Vocabulary
 from epd.types import FinishReason, TokenLogprob, Usage
 from preprocess.types import Modality

@@ -13,8 +13,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from epd.gateway.answer import CALL_CLOSE, CALL_OPEN, THINK_CLOSE, THINK_OPEN
+from epd.gateway.answer import THINK_CLOSE, THINK_OPEN
 from epd.gateway.detokenize import TokenBytes
+from epd.gateway.toolcalls import CALL_CLOSE, CALL_OPEN
 
 # Part of the answer's text even where a tokenizer calls them special: `epd.gateway.answer` reads them.
 _ALWAYS_VISIBLE = frozenset({THINK_OPEN, THINK_CLOSE, CALL_OPEN, CALL_CLOSE})
