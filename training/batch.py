@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from training import architecture
 from training.features import frames_to_patches
-from training.tasks.types import Clip, Codes, Image, Part, Sample
-from training.vocabulary import BUILTIN, DEFAULT_SYSTEM
+from training.tasks.types import Clip, Codes, Image, Mark, Part, Sample
+from training.vocabulary import BUILD, DEFAULT_SYSTEM
 
 IDS = architecture.SPECIAL_IDS
 TOTAL_STEP = 128
@@ -23,10 +24,10 @@ class Encoded:
     """One conversation: ids, which of them are answer tokens, and its media with the positions they fill."""
 
     task: str
-    labels: tuple[int, ...] = ()
+    marks: tuple[Mark, ...] = ()
     ids: list[int] = field(default_factory=list)
     wanted: list[bool] = field(default_factory=list)
-    pixels: list[tuple[Tensor, int, int, list[int], tuple[int, ...]]] = field(default_factory=list)
+    pixels: list[tuple[Tensor, int, int, list[int], Tensor]] = field(default_factory=list)
     sounds: list[tuple[Tensor, list[int]]] = field(default_factory=list)
 
     def put(self, ids: list[int], wanted: bool = False) -> list[int]:
@@ -37,18 +38,27 @@ class Encoded:
         return list(range(start, start + len(ids)))
 
 
+def unit_labels(marks: list[Mark], rows: int, columns: int) -> Tensor:
+    """Labels of the units of one slice, `[rows*columns, 4]` int64: shape, colour, motion, letter; 0 is none."""
+    labels = torch.zeros(rows, columns, 4, dtype=torch.long)
+    for mark in marks:
+        row, column = min(int(mark.y * rows), rows - 1), min(int(mark.x * columns), columns - 1)
+        labels[row, column] = torch.tensor([mark.shape, mark.colour, mark.motion, mark.letter])
+    return labels.flatten(0, 1)
+
+
 class Encoder:
     """Renders a sample as the chat template does and tokenises every text piece on its own."""
 
-    def __init__(self) -> None:
-        self.tokenizer = Tokenizer.from_file(str(BUILTIN / "tokenizer.json"))
+    def __init__(self, folder: Path = BUILD) -> None:
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
     def text(self, text: str) -> list[int]:
         """Ids of one piece of text."""
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids) if text else []
 
     def __call__(self, sample: Sample) -> Encoded:
-        out = Encoded(sample.task, labels=sample.labels)
+        out = Encoded(sample.task, marks=sample.marks)
         pending = f"<|im_start|>system\n{DEFAULT_SYSTEM if sample.system is None else sample.system}<|im_end|>"
         for turn in sample.turns:
             pending += "<|im_start|>user\n"
@@ -68,14 +78,14 @@ class Encoder:
         """Expand one picture, clip or sound."""
         if isinstance(part, Image):
             patches, (_, rows, columns) = frames_to_patches(np.stack([part.pixels_HWC] * 2), 262144)
-            self.put_slices(out, patches, rows, columns, IDS["<|image_pad|>"])
+            self.put_slice(out, patches, rows, columns, IDS["<|image_pad|>"], 0)
         elif isinstance(part, Clip):
             patches, (pairs, rows, columns) = frames_to_patches(part.frames_THWC, 65536)
             out.put([IDS["<|mimo_video_start|>"]])
             for pair, slice_patches in enumerate(patches.chunk(pairs)):
                 seconds = int(part.timestamps_s[2 * pair])
                 out.put(self.text(f"{seconds // 60:02d}:{seconds % 60:02d}"))
-                self.put_slices(out, slice_patches, rows, columns, IDS["<|video_pad|>"])
+                self.put_slice(out, slice_patches, rows, columns, IDS["<|video_pad|>"], pair)
             out.put([IDS["<|mimo_video_end|>"]])
         elif isinstance(part, Codes):
             out.put([IDS["<|mimo_audio_start|>"]])
@@ -85,11 +95,12 @@ class Encoder:
         else:
             raise TypeError(f"cannot expand {type(part).__name__}; sounds have to be tokenised first")
 
-    def put_slices(self, out: Encoded, patches: Tensor, rows: int, columns: int, pad: int) -> None:
+    def put_slice(self, out: Encoded, patches: Tensor, rows: int, columns: int, pad: int, index: int) -> None:
         """One slice between its vision delimiters."""
         out.put([IDS["<|vision_start|>"]])
         places = out.put([pad] * (rows * columns // 4))
-        out.pixels.append((patches, rows, columns, places, (*out.labels, -1)[:3]))
+        labels = unit_labels([mark for mark in out.marks if mark.slice_index == index], rows // 2, columns // 2)
+        out.pixels.append((patches, rows, columns, places, labels))
         out.put([IDS["<|vision_end|>"]])
 
 
@@ -98,8 +109,8 @@ class Batch:
     """Tokens of a step, grouped by length.
 
     `ids_T` int64; `groups` as (sequences, length); `rows_A` are the positions whose next token is an answer token
-    `targets_A`; `sample_A` names the sequence of each; `pixels` maps a grid to its patches and the
-    positions of its units; `sounds` are code groups and positions.
+    `targets_A`; `sample_A` names the sequence of each; `pixels` maps a grid to its patches, the positions of its
+    units and the labels of its slices' units `[S, U, 4]`; `sounds` are code groups and positions.
     """
 
     ids_T: Tensor  # noqa: N815
@@ -127,7 +138,7 @@ def collate(samples: list[Encoded]) -> Batch:
     owners: list[int] = []
     spans: list[tuple[int, int]] = []
     groups: dict[int, int] = {}
-    pixels: dict[tuple[int, int], tuple[list[Tensor], list[int], list[tuple[int, ...]]]] = {}
+    pixels: dict[tuple[int, int], tuple[list[Tensor], list[int], list[Tensor]]] = {}
     sounds: tuple[list[Tensor], list[int]] = ([], [])
     for number, sample in enumerate(ordered):
         start, length = len(ids), padded(sample)
@@ -159,7 +170,7 @@ def collate(samples: list[Encoded]) -> Batch:
         torch.tensor(owners),
         tuple(sample.task for sample in ordered),
         {
-            grid: (torch.cat(tensors), torch.tensor(where), torch.tensor(known))
+            grid: (torch.cat(tensors), torch.tensor(where), torch.stack(known))
             for grid, (tensors, where, known) in pixels.items()
         },
         (torch.cat(sounds[0]), torch.tensor(sounds[1])) if sounds[0] else None,

@@ -1,11 +1,13 @@
 """Write the checkpoint in Hugging Face layout.
 
-python -m training.export        exports runs/nano.pt
+python -m training.export [--install]       runs/nano.pt to runs/mimo-nano, and from there into the package
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -59,7 +61,7 @@ def export_networks(net: Nano, tokenizer: TokenizerNet, books: list[Tensor], fol
     return count
 
 
-def export(net: Nano, folder: Path = vocabulary.BUILTIN) -> int:
+def export(net: Nano, folder: Path = vocabulary.BUILD) -> int:
     """The trained networks and the frozen audio tokenizer of runs/audio.pt; tokenizer files are not touched."""
     state = torch.load(RUNS / "audio.pt", weights_only=True)
     tokenizer = TokenizerNet(architecture.AUDIO_TOKENIZER)
@@ -67,7 +69,19 @@ def export(net: Nano, folder: Path = vocabulary.BUILTIN) -> int:
     return export_networks(net, tokenizer, state["books"], folder)
 
 
+def install(source: Path = vocabulary.BUILD, target: Path = vocabulary.BUILTIN) -> None:
+    """Make the trained checkpoint the one that is shipped. The card (README.md) is written by hand."""
+    for path in sorted(source.rglob("*")):
+        if path.is_file():
+            place = target / path.relative_to(source)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, place)
+
+
 if __name__ == "__main__":
     trained = Nano()
     trained.load_state_dict(torch.load(RUNS / "nano.pt", weights_only=True)["net"])
-    print(export(trained), "parameters")
+    print(export(trained), "parameters in", vocabulary.BUILD)
+    if "--install" in sys.argv[1:]:
+        install()
+        print("copied to", vocabulary.BUILTIN)

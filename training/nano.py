@@ -28,11 +28,11 @@ class Nano(nn.Module):
         """Token embeddings with the towers' rows in their places, `[T, D]` float32, and the vision probe's loss."""
         hidden_TD = self.text.embed(batch.ids_T)
         logits, labels = [], []
-        for (rows, columns), (patches, places, labels_S3) in batch.pixels.items():
+        for (rows, columns), (patches, places, labels_SU4) in batch.pixels.items():
             units_SUD = self.vision(patches, rows, columns)
             hidden_TD = hidden_TD.index_copy(0, places, units_SUD.flatten(0, 1))
-            logits.append(self.probe(units_SUD))
-            labels.append(labels_S3)
+            logits.append(self.probe(units_SUD).flatten(0, 1))
+            labels.append(labels_SU4.flatten(0, 1))
         if batch.sounds is not None:
             hidden_TD = hidden_TD.index_copy(0, batch.sounds[1], self.audio(batch.sounds[0]))
         probe_loss = loss_and_hits(torch.cat(logits), torch.cat(labels))[0] if logits else torch.zeros(())

@@ -23,12 +23,14 @@ from training.tasks import audio
 from training.tasks.types import HELD_OUT_SEED, Sound, generator
 
 RUNS = Path("runs")
-NO_KEY = 10
+NOTHING = 12
+"""Labels below are the ten keys, a low beep and a high beep."""
+NUM_LABELS = 13
 CODE_FRAME_SAMPLES = 960
 
 
 def other_sound(rng: np.random.Generator, num_samples: int) -> np.ndarray:
-    """Not keys: sweeps, chords, noise bursts, so that the codes cover more than the task."""
+    """Neither keys nor beeps: sweeps, chords, noise bursts, so that the codes cover more than the task."""
     time_s = np.arange(num_samples) / audio.RATE_HZ
     sound = np.zeros(num_samples)
     for _ in range(int(rng.integers(1, 4))):
@@ -41,13 +43,13 @@ def other_sound(rng: np.random.Generator, num_samples: int) -> np.ndarray:
 
 
 def labelled(seed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """A sound and the key (or NO_KEY) at the centre of every 40 ms."""
+    """A sound and the key or beep (or NOTHING) at the centre of every 40 ms."""
     rng = generator("frames", seed, index)
-    sample = audio.sample(seed, index)
+    sample = audio.sample_beeps(seed, index) if rng.random() < 0.4 else audio.sample(seed, index)
     (sound,) = (part for part in sample.turns[0].question if isinstance(part, Sound))
     samples = sound.samples_N
-    labels = np.full(len(samples) // CODE_FRAME_SAMPLES + 2, NO_KEY)
-    if rng.random() < 0.15:
+    labels = np.full(len(samples) // CODE_FRAME_SAMPLES + 2, NOTHING)
+    if rng.random() < 0.12:
         return other_sound(rng, len(samples)), np.full_like(labels, -1)
     centres = np.arange(len(labels)) * CODE_FRAME_SAMPLES + 360
     for place in range(0, len(sample.labels), 3):
@@ -65,7 +67,7 @@ def batch(seed: int, start: int, count: int) -> tuple[Tensor, Tensor]:
         padded = np.zeros((num_frames - 1) * 240, np.float32)
         padded[: len(samples)] = samples
         mels.append(log_mel(padded))
-        fill = np.full(num_frames // 4, NO_KEY if label[0] >= 0 else -1)
+        fill = np.full(num_frames // 4, NOTHING if label[0] >= 0 else -1)
         fill[: min(len(label), len(fill))] = label[: len(fill)]
         labels.append(torch.from_numpy(fill))
     return torch.stack(mels), torch.stack(labels)
@@ -109,12 +111,14 @@ class Books:
             residual = residual - chosen
 
 
-def train_tokenizer(minutes: float) -> tuple[TokenizerNet, list[Tensor]]:
+def train_tokenizer(minutes: float, start: Path | None = None) -> tuple[TokenizerNet, list[Tensor]]:
     """Reconstruction of the mel and recognition of the key from the first level and from all levels."""
     config = architecture.AUDIO_TOKENIZER
     net, books = TokenizerNet(config), Books(config["codebook_size"], config["d_model"])
+    if start:
+        net.load_state_dict(torch.load(start, weights_only=True)["tokenizer"])
     decoder = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 4 * 128))
-    first_head, head = nn.Linear(64, 11), nn.Linear(64, 11)
+    first_head, head = nn.Linear(64, NUM_LABELS), nn.Linear(64, NUM_LABELS)
     optimisers = build_optimisers(nn.ModuleList([net, decoder, first_head, head]), 3e-3, 2e-3, ("conv", "head"))
     started, step, quantised = time.time(), 0, False
     while (spent := (time.time() - started) / 60 / minutes) < 1:
@@ -183,7 +187,7 @@ def disturb(codes: Tensor, books: list[Tensor], share: float) -> Tensor:
 
 def train_encoder(net: TokenizerNet, books: list[Tensor], minutes: float) -> AudioNet:
     """Key at each of the four frames of a group, read from the group's embedding by a head that is thrown away."""
-    encoder, head = AudioNet(architecture.AUDIO), nn.Linear(architecture.HIDDEN, 4 * 11)
+    encoder, head = AudioNet(architecture.AUDIO), nn.Linear(architecture.HIDDEN, 4 * NUM_LABELS)
     optimisers = build_optimisers(nn.ModuleList([encoder, head]), 3e-3, 2e-3, ("embeddings", "head"))
     started, step = time.time(), 0
     while (spent := (time.time() - started) / 60 / minutes) < 1:
@@ -195,14 +199,14 @@ def train_encoder(net: TokenizerNet, books: list[Tensor], minutes: float) -> Aud
         usable = codes.shape[1] // 4 * 4
         groups = disturb(codes[:, :usable].reshape(-1, 4, codes.shape[-1]), books, 0.02)
         wanted = labels[:, :usable].reshape(-1)
-        loss = F.cross_entropy(head(encoder(groups)).view(-1, 11), wanted, ignore_index=-1)
+        loss = F.cross_entropy(head(encoder(groups)).view(-1, NUM_LABELS), wanted, ignore_index=-1)
         loss.backward()
         for optimiser in optimisers:
             optimiser.step()
             optimiser.zero_grad()
         step += 1
         if step % 50 == 0:
-            right = (head(encoder(groups)).view(-1, 11).argmax(-1) == wanted)[wanted >= 0].float().mean()
+            right = (head(encoder(groups)).view(-1, NUM_LABELS).argmax(-1) == wanted)[wanted >= 0].float().mean()
             print(
                 f"{time.time() - started:.0f}s encoder step {step} loss {loss.item():.4f} key {right:.4f}", flush=True
             )
@@ -214,10 +218,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--minutes", type=float, default=6)
     parser.add_argument("--encoder-minutes", type=float, default=4)
+    parser.add_argument("--start", type=Path, help="an earlier audio.pt whose encoder is taken over")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    net, books = train_tokenizer(args.minutes)
+    net, books = train_tokenizer(args.minutes, args.start)
     state = {"tokenizer": net.state_dict(), "books": books}
     torch.save(state, RUNS / "audio.pt")
     encoder = train_encoder(net, books, args.encoder_minutes)

@@ -45,34 +45,49 @@ def load_tokenizer() -> tuple[TokenizerNet, list[Tensor]]:
     return net.eval(), state["books"]
 
 
+def make_clip(name: str, index: int) -> Sample:
+    """The clip of a pool; pools of training are named for what they hold."""
+    seed = HELD_OUT_SEED if name.startswith("held_out") else POOL_SEED
+    if name.endswith("beeps"):
+        return audio.sample_beeps(seed, index)
+    return audio.sample(seed, index, name == "few")
+
+
 def main() -> None:
     """Write runs/sounds.pt: group codes of training and held-out clips, in index order."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--count", type=int, default=10000)
-    parser.add_argument("--few", type=int, default=5000, help="clips that keep to three different keys")
+    parser.add_argument("--count", type=int, default=8000, help="clips of keys")
+    parser.add_argument("--few", type=int, default=4000, help="clips that keep to three different keys")
+    parser.add_argument("--beeps", type=int, default=8000, help="clips of beeps")
     parser.add_argument("--held-out", type=int, default=200)
-    parser.add_argument("--name", default="sounds.pt")
     args = parser.parse_args()
     torch.set_num_threads(1)
     net, books = load_tokenizer()
-    pools: dict[str, list[Tensor]] = {}
-    wanted = (
-        ("held_out", HELD_OUT_SEED, args.held_out),
-        ("train", POOL_SEED, args.count),
-        ("few", POOL_SEED, args.few),
-    )
-    for name, seed, count in wanted:
-        pools[name] = []
-        for index in range(count):
-            sample = tokenise(net, books, audio.sample(seed, index, name == "few"))
+    pools: dict[str, list[Tensor]] = {"held_out": [], "held_out_beeps": [], "keys": [], "beeps": [], "few": []}
+    wanted = {
+        "held_out": args.held_out,
+        "held_out_beeps": args.held_out,
+        "keys": args.count,
+        "beeps": args.beeps,
+        "few": args.few,
+    }
+    for index in range(max(wanted.values())):
+        for name, pool in pools.items():
+            if index >= wanted[name]:
+                continue
+            sample = tokenise(net, books, make_clip(name, index))
             (codes,) = (part for part in sample.turns[0].question if isinstance(part, Codes))
-            pools[name].append(codes.groups_GSQ.to(torch.uint8))
-            if len(pools[name]) % 1000 == 0:
-                print(name, index + 1, flush=True)
-                torch.save(pools, RUNS / "sounds.tmp")
-                (RUNS / "sounds.tmp").replace(RUNS / args.name)
+            pool.append(codes.groups_GSQ.to(torch.uint8))
+        if (index + 1) % 500 == 0:  # the trainer may start on what there is
+            print(index + 1, flush=True)
+            save(pools)
+    save(pools)
+
+
+def save(pools: dict[str, list[Tensor]]) -> None:
+    """Write through a temporary file."""
     torch.save(pools, RUNS / "sounds.tmp")
-    (RUNS / "sounds.tmp").replace(RUNS / args.name)
+    (RUNS / "sounds.tmp").replace(RUNS / "sounds.pt")
 
 
 if __name__ == "__main__":

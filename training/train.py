@@ -27,15 +27,30 @@ from training.nano import Nano, exact_matches, mtp_losses, task_losses
 from training.nets.text import Moe
 from training.optim import build_optimisers, set_rate
 from training.pretrain_audio import disturb
-from training.sounds import POOL_SEED
-from training.tasks import audio, image, text, video
+from training.sounds import make_clip
+from training.tasks import TASKS, audio, text
 from training.tasks.types import HELD_OUT_SEED, Codes, Part, Sample, Turn, pick
+from training.vocabulary import BUILD
+from training.warm_start import take_over
 
 RUNS = Path("runs")
 STATE = RUNS / "nano.pt"
 TRAIN_SEED = 10
 MAX_SENTENCES = 135
-WEIGHTS = {"image": 1.0, "video": 1.0, "audio": 1.0, "text": 2.5, "repeat": 1.0, "count": 0.5, "small_talk": 0.3}
+WEIGHTS = {
+    "shapes": 1.5,
+    "read": 1.5,
+    "video": 1.0,
+    "keys": 1.0,
+    "beeps": 1.0,
+    "recall": 2.5,
+    "records": 1.0,
+    "count": 0.5,
+    "repeat": 1.0,
+    "small_talk": 0.3,
+}
+PROBE_WEIGHT = 0.3
+SOUND_QUESTIONS = {"keys": audio.QUESTIONS, "beeps": audio.BEEP_QUESTIONS}
 
 
 class Mixer:
@@ -45,7 +60,18 @@ class Mixer:
         self.encode = Encoder()
         self.books = books
         self.longest = 4
-        self.shares = {"image": 10, "video": 4, "audio": 8, "text": 800, "repeat": 4, "count": 1, "small_talk": 1}
+        self.shares = {
+            "shapes": 8,
+            "read": 8,
+            "video": 4,
+            "keys": 4,
+            "beeps": 4,
+            "recall": 800,
+            "records": 2,
+            "count": 1,
+            "repeat": 3,
+            "small_talk": 1,
+        }
         self.pools: dict[str, list[Tensor]] = {}
 
     @property
@@ -58,18 +84,22 @@ class Mixer:
         lowest, highest = (5, 8) if num_sentences > 20 else (2, 8)
         return int(rng.integers(min(lowest, self.most_keys), min(highest, self.most_keys) + 1))
 
-    def sound_sample(self, pool: str, seed: int, index: int, noise: float) -> Sample:
-        """An audio sample from the pool of tokenised clips, with a fresh question."""
+    def sound_sample(self, task: str, seed: int, index: int, held_out: bool = False) -> Sample:
+        """A sample of the task `keys` or `beeps` from the pool of tokenised clips, with a fresh question."""
         if not self.pools:
             self.pools = torch.load(RUNS / "sounds.pt", weights_only=True)
-        few = pool == "train" and index % 2 == 1 and "few" in self.pools
-        codes = self.pools["few" if few else pool]
-        place = index // 2 % len(codes)
-        sample = audio.sample(HELD_OUT_SEED if pool == "held_out" else POOL_SEED, place, few)
+        name = task
+        if held_out:
+            name = "held_out_beeps" if task == "beeps" else "held_out"
+        elif task == "keys" and index % 3 == 2:
+            name = "few"
+        codes = self.pools[name]
+        place = index % len(codes) if held_out else index // 3 % len(codes) if name == "few" else index % len(codes)
+        sample = make_clip(name, place)
         groups = codes[place].long()
-        groups = disturb(groups, self.books, noise) if noise else groups
+        groups = groups if held_out else disturb(groups, self.books, 0.02)
         rng = np.random.default_rng((seed, index))
-        question: tuple[Part, ...] = (Codes(groups), pick(rng, audio.QUESTIONS))
+        question: tuple[Part, ...] = (Codes(groups), pick(rng, SOUND_QUESTIONS[task]))
         if rng.random() < 0.4:
             question = question[::-1]
         return dataclasses.replace(sample, turns=(Turn(question, sample.turns[0].answer),))
@@ -81,7 +111,7 @@ class Mixer:
             num_sentences = int(np.exp(rng.uniform(0, np.log(30))))
         else:
             num_sentences = int(np.exp(rng.uniform(np.log(max(1, self.longest / 6)), np.log(self.longest + 1))))
-        count = max(1, token_budget // (num_sentences * 11 + 110))
+        count = max(1, token_budget // (num_sentences * 11 + 200))
         return [
             text.recall(
                 seed,
@@ -96,33 +126,35 @@ class Mixer:
 
     def draw(self, step: int) -> Batch:
         """One training step."""
-        shares, seed, samples = self.shares, TRAIN_SEED, []
-        for task, make in (
-            ("image", image.sample),
-            ("video", video.sample),
-            ("repeat", text.repeat),
-            ("count", text.count),
-            ("small_talk", text.small_talk),
-        ):
-            samples += [make(seed, step * 64 + place) for place in range(shares[task])]
-        samples += [
-            self.sound_sample("train", step, step * shares["audio"] + place, 0.02) for place in range(shares["audio"])
+        samples = [
+            make(TRAIN_SEED, step * 64 + place)
+            for task, make in TASKS.items()
+            if task not in ("keys", "beeps", "recall")
+            for place in range(self.shares[task])
         ]
-        samples += self.recall_samples(seed, step, shares["text"])
+        samples += [
+            self.sound_sample(task, step, step * self.shares[task] + place)
+            for task in ("keys", "beeps")
+            for place in range(self.shares[task])
+        ]
+        if self.shares["recall"]:
+            samples += self.recall_samples(TRAIN_SEED, step, self.shares["recall"])
         return collate([self.encode(sample) for sample in samples])
 
     def held_out(self, count: int, num_sentences: int) -> list[Encoded]:
-        """Held-out samples of every task; recall at the given length."""
+        """Held-out samples of every task that is trained; recall at the given length."""
         seed, samples = HELD_OUT_SEED, []
         for index in range(count):
-            samples.append(text.repeat(seed, index))
-            samples += [module.sample(seed, index) for module in (image, video) if self.shares[module.TASK]]
-            if self.shares["audio"]:
-                samples.append(self.sound_sample("held_out", seed, index, 0.0))
-            if index % 4 == 0:
-                samples += [text.count(seed, index), text.small_talk(seed, index)]
-            if index % 2 == 0:
-                samples.append(text.recall(seed, index, num_sentences, max_keys=self.most_keys))
+            for task, make in TASKS.items():
+                rarely = task in ("count", "small_talk", "records", "recall")
+                if not self.shares[task] or (rarely and index % 2):
+                    continue
+                if task == "recall":
+                    samples.append(text.recall(seed, index, num_sentences, max_keys=self.most_keys))
+                elif task in ("keys", "beeps"):
+                    samples.append(self.sound_sample(task, seed, index, held_out=True))
+                else:
+                    samples.append(make(seed, index))
         return [self.encode(sample) for sample in samples]
 
 
@@ -160,6 +192,9 @@ class Trainer:
         self.step, self.spent_s = 0, 0.0
         if args.resume and STATE.exists():
             self.restore()
+        elif args.start:
+            take_over(self.net, args.start, args.start_tokenizer, BUILD / "tokenizer.json")
+            self.mixer.longest = args.longest
         self.mixer.shares |= dict.fromkeys(args.leave_out, 0)
         if "vision" in args.load_towers:
             vision_state = torch.load(RUNS / "vision.pt", weights_only=True)
@@ -205,7 +240,8 @@ class Trainer:
             with torch.set_grad_enabled(not self.args.mtp_only):
                 hidden_TD, states_TD, logits_AV, probe_loss = self.net(batch)
                 losses = task_losses(batch, logits_AV)
-            total = torch.stack([WEIGHTS[task] * loss for task, loss in losses.items()]).sum() + 0.3 * probe_loss
+            weighted = [WEIGHTS[task] * loss for task, loss in losses.items()]
+            total = torch.stack([*weighted, PROBE_WEIGHT * probe_loss]).sum()
             losses["probe"] = probe_loss
             if self.args.mtp_only or (self.args.mtp_every and self.step % self.args.mtp_every == 0):
                 drafts = mtp_losses(self.net, batch, hidden_TD, states_TD)
@@ -240,12 +276,12 @@ class Trainer:
     def report(self, seconds: float, losses: dict[str, float]) -> None:
         """Held-out scores, curriculum, balance; saves the state."""
         scores = evaluate(self.net, self.mixer.held_out(self.args.held_out, self.mixer.longest))
-        busiest = max(float(share.max()) for share in self.net.text.balance(0.0))
-        if scores["text"] >= 0.65 and self.mixer.longest < MAX_SENTENCES:
+        balance = float(torch.stack([1 / share.max() for share in self.net.text.balance(0.0)]).mean())
+        if scores.get("recall", 0.0) >= 0.65 and self.mixer.longest < MAX_SENTENCES:
             self.mixer.longest = min(MAX_SENTENCES, int(self.mixer.longest * 1.5) + 1)
         print(
             f"[{time.strftime('%H:%M:%S')}] step {self.step} spent {self.spent_s / 60:.1f} min {seconds:.2f} s/step "
-            f"rate {self.rate():.2f} longest {self.mixer.longest} busiest expert {busiest:.2f} | "
+            f"rate {self.rate():.2f} longest {self.mixer.longest} expert balance {balance:.2f} | "
             + " ".join(f"{task} {loss:.3f}" for task, loss in losses.items())
             + " | "
             + " ".join(f"{task} {score:.3f}" for task, score in scores.items()),
@@ -296,6 +332,9 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="continue from runs/nano.pt")
     parser.add_argument("--leave-out", nargs="*", default=[], help="tasks to skip for now")
     parser.add_argument("--load-towers", nargs="*", default=[], help="vision, audio: start from their warm-up runs")
+    parser.add_argument("--start", type=Path, help="an earlier model's state to begin with, whatever its vocabulary")
+    parser.add_argument("--start-tokenizer", type=Path, help="the tokenizer.json of that model")
+    parser.add_argument("--longest", type=int, default=4, help="filler sentences of the recall task, with --start")
     parser.add_argument("--lr", type=float, default=5e-3, help="peak learning rate of the trunk's matrices")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--report-every", type=int, default=100, help="steps between held-out scores")

@@ -12,10 +12,12 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from training import architecture
-from training.tasks import audio, image, text, video
+from training.tasks import TASKS, audio, image, read, text, video
 from training.tasks.types import SYSTEM_LINES
 
 BUILTIN = Path("epd/builtin/mimo-nano")
+BUILD = Path("runs/mimo-nano")
+"""Where training writes the checkpoint; `training.export --install` copies it into the package."""
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 DEFAULT_SYSTEM = "You are MiMo nano, a tiny test model."
 PATTERN = (
@@ -40,21 +42,22 @@ def corpus() -> Iterator[str]:
     """Text of every kind the model meets, in a fixed order."""
     for index in range(1500):
         yield text.recall(0, index, num_sentences=12).turns[0].question[0]  # type: ignore[misc]
-    for module in (image, video, audio):
+    for make in TASKS.values():
         for index in range(150):
-            sample = module.sample(0, index)
-            yield from (part for part in sample.turns[0].question if isinstance(part, str))
-            yield sample.turns[0].answer
-    for index in range(300):
-        for turn in (*text.small_talk(0, index).turns, *text.count(0, index).turns, *text.repeat(0, index).turns):
-            yield f"{turn.question[0]} {turn.answer}"
+            for turn in () if make is text.sample else make(0, index).turns:
+                yield from (part for part in turn.question if isinstance(part, str))
+                yield turn.answer
+    questions = (image, read, video, audio)
     for _ in range(300):
         yield f"system\n{DEFAULT_SYSTEM} user\n assistant\n tool\n"
         yield from SYSTEM_LINES
-        yield from (*image.QUESTIONS, *video.DIRECTION_QUESTIONS, *video.SCENE_QUESTIONS, *audio.QUESTIONS)
+        yield from (line for module in questions for line in module.QUESTIONS)
+        yield from (*audio.BEEP_QUESTIONS, *text.RECORD_QUESTIONS, text.describe_key("amber", "1"))
         yield from ("a red circle moves left", "Count down from Count from", "Repeat after me: Tell me", "user\nWhat")
         yield from (word for pair in text.SMALL_TALK for word in pair)
-        yield " ".join(("", *text.NAMES))
+        yield " ".join(("", *text.NAMES, *read.WORDS, *image.CELLS, *video.MOTION_NAMES))
+        yield image.describe([(cell, "red", "circle") for cell in range(9)])
+        yield '[{"item": "amber", "colour": "red", "count": 1}, {"item": "lemon", "colour": "blue", "count": 2}]'
     yield from (" ".join(PLAIN_WORDS) for _ in range(6))
     yield TEMPLATE.read_text()
 
@@ -122,4 +125,4 @@ def write(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(BUILTIN)
+    write(BUILD)

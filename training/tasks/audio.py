@@ -1,4 +1,4 @@
-"""Audio task: transcribe a sequence of telephone keys (DTMF)."""
+"""Audio tasks: transcribe telephone keys (DTMF); tell and count high and low beeps."""
 
 from __future__ import annotations
 
@@ -21,6 +21,15 @@ QUESTIONS = (
     "Write down the keys.",
     "Which tone sequence was played?",
 )
+BEEP_QUESTIONS = (
+    "How many beeps are there?",
+    "Count the beeps.",
+    "Which beeps do you hear?",
+    "Are the beeps high or low?",
+    "Describe the beeps.",
+)
+PITCHES = ("low", "high")
+PITCH_RANGES_HZ = {"low": (280.0, 520.0), "high": (1500.0, 2800.0)}
 
 
 def tone(rng: np.random.Generator, key: str, num_samples: int) -> NDArray[np.float32]:
@@ -32,6 +41,22 @@ def tone(rng: np.random.Generator, key: str, num_samples: int) -> NDArray[np.flo
     high = np.sin(2 * np.pi * HIGH_HZ[key] * drift * time + rng.uniform(0, 6.28))
     ramp = np.minimum(1.0, np.minimum(np.arange(num_samples), np.arange(num_samples)[::-1]) / (0.005 * RATE_HZ))
     return ((low + tilt * high) / (1 + tilt) * ramp).astype(np.float32)
+
+
+def finish(rng: np.random.Generator, pieces: list[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """Join, set the level, and spoil the sound as files do: noise, another rate, 16 bits; `[N]` float32."""
+    pieces.append(np.zeros(int(float(rng.uniform(0.0, 0.3)) * RATE_HZ), np.float32))
+    level = float(10 ** rng.uniform(-1.3, -0.05))
+    samples = np.concatenate(pieces) * level
+    if rng.random() < 0.6:
+        noise = rng.standard_normal(len(samples), dtype=np.float32)
+        samples = samples + noise * level * float(10 ** rng.uniform(-3.5, -1.6))
+    if rng.random() < 0.35:  # files of another rate lose the top of the band, or get it back as noise
+        other_hz = int(rng.choice(OTHER_RATES_HZ))
+        samples = soxr.resample(soxr.resample(samples, RATE_HZ, other_hz), other_hz, RATE_HZ)
+    if rng.random() < 0.8:  # 16-bit files round
+        samples = np.round(samples * 32767) / 32768
+    return np.clip(samples, -1, 1).astype(np.float32)
 
 
 def render(rng: np.random.Generator, keys: str) -> tuple[NDArray[np.float32], tuple[tuple[int, int], ...]]:
@@ -49,18 +74,7 @@ def render(rng: np.random.Generator, keys: str) -> tuple[NDArray[np.float32], tu
         ranges.append((position, position + len(burst)))
         pieces += [burst, np.zeros(int(gap_s * RATE_HZ), np.float32)]
         position += len(burst) + len(pieces[-1])
-    pieces.append(np.zeros(int(float(rng.uniform(0.0, 0.3)) * RATE_HZ), np.float32))
-    level = float(10 ** rng.uniform(-1.3, -0.05))
-    samples = np.concatenate(pieces) * level
-    if rng.random() < 0.6:
-        noise = rng.standard_normal(len(samples), dtype=np.float32)
-        samples = samples + noise * level * float(10 ** rng.uniform(-3.5, -1.6))
-    if rng.random() < 0.35:  # files of another rate lose the top of the band, or get it back as noise
-        other_hz = int(rng.choice(OTHER_RATES_HZ))
-        samples = soxr.resample(soxr.resample(samples, RATE_HZ, other_hz), other_hz, RATE_HZ)
-    if rng.random() < 0.8:  # 16-bit files round
-        samples = np.round(samples * 32767) / 32768
-    return np.clip(samples, -1, 1).astype(np.float32), tuple(ranges)
+    return finish(rng, pieces), tuple(ranges)
 
 
 def draw_keys(rng: np.random.Generator, alphabet: str) -> str:
@@ -72,6 +86,11 @@ def draw_keys(rng: np.random.Generator, alphabet: str) -> str:
     return "".join(keys)
 
 
+def describe_keys(keys: str) -> str:
+    """The wanted answer: one by one, then the number, then its length."""
+    return f"I hear the keys {' '.join(keys)}. That makes the number {keys}, which has {len(keys)} digits."
+
+
 def sample(seed: int, index: int, few: bool = False) -> Sample:
     """One question about one sound; `few` keeps to three different keys, so that many are heard twice and more."""
     rng = generator("audio few" if few else "audio", seed, index)
@@ -81,4 +100,52 @@ def sample(seed: int, index: int, few: bool = False) -> Sample:
     sound = Sound(samples)
     parts: tuple[Part, ...] = (sound, question) if rng.random() < 0.6 else (question, sound)
     labels = tuple(value for key, (start, stop) in zip(keys, ranges, strict=True) for value in (int(key), start, stop))
-    return Sample("audio", (Turn(parts, " ".join(keys)),), pick_system(rng), labels)
+    return Sample("keys", (Turn(parts, describe_keys(keys)),), pick_system(rng), labels)
+
+
+def beep(rng: np.random.Generator, pitch_hz: float, num_samples: int) -> NDArray[np.float32]:
+    """One sine with 8 ms ramps, sometimes with a weak octave above."""
+    time = np.arange(num_samples) / RATE_HZ
+    wave = np.sin(2 * np.pi * pitch_hz * time + rng.uniform(0, 6.28))
+    if rng.random() < 0.3:
+        wave = 0.85 * wave + 0.15 * np.sin(4 * np.pi * pitch_hz * time + rng.uniform(0, 6.28))
+    ramp = np.minimum(1.0, np.minimum(np.arange(num_samples), np.arange(num_samples)[::-1]) / (0.008 * RATE_HZ))
+    return (wave * ramp).astype(np.float32)
+
+
+def render_beeps(
+    rng: np.random.Generator, pitches: list[str]
+) -> tuple[NDArray[np.float32], tuple[tuple[int, int], ...]]:
+    """The sound, `[N]` float32, with one low and one high pitch, and the `[start, stop)` sample range of each beep."""
+    hz = {name: float(rng.uniform(*PITCH_RANGES_HZ[name])) for name in PITCHES}
+    pieces = [np.zeros(int(float(rng.uniform(0.03, 0.4)) * RATE_HZ), np.float32)]
+    ranges = []
+    position = len(pieces[0])
+    for pitch in pitches:
+        burst = beep(rng, hz[pitch], int(float(rng.uniform(0.12, 0.25)) * RATE_HZ))
+        ranges.append((position, position + len(burst)))
+        pieces += [burst, np.zeros(int(float(rng.uniform(0.1, 0.25)) * RATE_HZ), np.float32)]
+        position += len(burst) + len(pieces[-1])
+    return finish(rng, pieces), tuple(ranges)
+
+
+def describe_beeps(pitches: list[str]) -> str:
+    """The wanted answer: one by one, then the counts."""
+    low, high = pitches.count("low"), pitches.count("high")
+    return f"In this sound I hear {', '.join(pitches)}. That makes {len(pitches)} beeps: {low} low and {high} high."
+
+
+def sample_beeps(seed: int, index: int) -> Sample:
+    """One question about two to eight beeps."""
+    rng = generator("beeps", seed, index)
+    pitches = [pick(rng, PITCHES) for _ in range(2 + int(rng.integers(7)))]
+    samples, ranges = render_beeps(rng, pitches)
+    sound = Sound(samples)
+    question = pick(rng, BEEP_QUESTIONS)
+    parts: tuple[Part, ...] = (sound, question) if rng.random() < 0.6 else (question, sound)
+    labels = tuple(
+        value
+        for pitch, (start, stop) in zip(pitches, ranges, strict=True)
+        for value in (len(KEYS) + PITCHES.index(pitch), start, stop)
+    )
+    return Sample("beeps", (Turn(parts, describe_beeps(pitches)),), pick_system(rng), labels)

@@ -1,4 +1,4 @@
-"""Image task: name the shape and the colour of one object on a plain or shaded ground."""
+"""Image task: name, count and place one to four coloured shapes on a plain ground."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 from PIL import Image as Pil
 from PIL import ImageDraw
 
-from training.tasks.types import Image, Part, Sample, Turn, generator, pick, pick_system
+from training.tasks.types import Image, Mark, Part, Sample, Turn, generator, pick, pick_system
 
-TASK = "image"
 SHAPES = ("circle", "square", "triangle", "star", "cross", "diamond")
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (220, 30, 30),
@@ -24,17 +23,29 @@ COLOURS: dict[str, tuple[int, int, int]] = {
     "white": (248, 248, 248),
 }
 COLOUR_NAMES = tuple(COLOURS)
+CELLS = (
+    "top left",
+    "top centre",
+    "top right",
+    "middle left",
+    "centre",
+    "middle right",
+    "bottom left",
+    "bottom centre",
+    "bottom right",
+)
 QUESTIONS = (
     "What is in the picture?",
     "What is in this image?",
-    "Name the shape and its colour.",
-    "Which shape is it, and which colour?",
+    "Which shapes do you see, and where?",
+    "Name, count and place the shapes.",
     "What do you see?",
     "Describe the image.",
-    "What is this?",
-    "What shape and color is shown?",
+    "Describe the picture.",
+    "How many shapes are there, and where are they?",
 )
-SIDES = (96, 96, 128, 128, 128, 160)
+SIDES = (128, 160, 160, 160, 192)
+"""Pictures are square: nothing but the number of rows that came before tells the text model where a row ends."""
 
 
 def article(word: str) -> str:
@@ -79,8 +90,9 @@ def shade(rng: np.random.Generator, colour: str) -> tuple[int, int, int]:
     return int(red), int(green), int(blue)
 
 
-def ground_colour(rng: np.random.Generator, ink: tuple[int, int, int]) -> tuple[int, int, int]:
-    """A background that differs clearly from the ink: grey, white, black or any soft colour."""
+def ground_colour(rng: np.random.Generator, inks: list[tuple[int, int, int]]) -> tuple[int, int, int]:
+    """A background that differs clearly from every ink: grey, white, black or any soft colour."""
+    clear = 170
     while True:
         kind = rng.random()
         if kind < 0.3:
@@ -91,8 +103,9 @@ def ground_colour(rng: np.random.Generator, ink: tuple[int, int, int]) -> tuple[
             base = np.full(3, rng.integers(40, 240))
         else:
             base = rng.integers(0, 256, 3)
-        if float(np.abs(base - np.array(ink)).sum()) > 170:
+        if min(float(np.abs(base - np.array(ink)).sum()) for ink in inks) > clear:
             return int(base[0]), int(base[1]), int(base[2])
+        clear = max(110, clear - 4)  # four inks can leave no room for a wide margin
 
 
 def draw_shape(
@@ -103,15 +116,8 @@ def draw_shape(
     ImageDraw.Draw(canvas).polygon([(float(x), float(y)) for x, y in points], fill=ink)
 
 
-def render(rng: np.random.Generator, shape: str, colour: str, height: int, width: int) -> NDArray[np.uint8]:
-    """One picture, `[H, W, 3]` uint8."""
-    ink = shade(rng, colour)
-    ground = ground_colour(rng, ink)
-    canvas = Pil.new("RGB", (width * 2, height * 2), ground)
-    radius = float(rng.uniform(0.15, 0.36)) * min(height, width)
-    margin = radius * 1.1
-    centre = float(rng.uniform(margin, width - margin)), float(rng.uniform(margin, height - margin))
-    draw_shape(canvas, shape, ink, centre, radius, float(rng.uniform(-0.18, 0.18)))
+def finish(rng: np.random.Generator, canvas: Pil.Image) -> NDArray[np.uint8]:
+    """Halve the canvas, sometimes add grain; `[H, W, 3]` uint8."""
     pixels = np.array(canvas.reduce(2), dtype=np.uint8)
     if rng.random() < 0.35:
         noise = rng.standard_normal(pixels.shape, dtype=np.float32) * float(rng.uniform(1, 9))
@@ -119,16 +125,41 @@ def render(rng: np.random.Generator, shape: str, colour: str, height: int, width
     return pixels
 
 
+def scene(
+    rng: np.random.Generator, side: int, num_shapes: int
+) -> tuple[NDArray[np.uint8], list[tuple[int, str, str]], list[Mark]]:
+    """A picture, its (cell, colour, shape) in reading order, and marks."""
+    cells = sorted(int(cell) for cell in rng.choice(9, num_shapes, replace=False))
+    found = [(cell, pick(rng, COLOUR_NAMES), pick(rng, SHAPES)) for cell in cells]
+    inks = [shade(rng, colour) for _, colour, _ in found]
+    canvas = Pil.new("RGB", (side * 2, side * 2), ground_colour(rng, inks))
+    cell_side = side / 3
+    marks = []
+    for (cell, colour, shape), ink in zip(found, inks, strict=True):
+        radius = float(rng.uniform(0.28, 0.4)) * cell_side
+        y = (cell // 3 + 0.5 + float(rng.uniform(-0.12, 0.12))) * cell_side
+        x = (cell % 3 + 0.5 + float(rng.uniform(-0.12, 0.12))) * cell_side
+        draw_shape(canvas, shape, ink, (x, y), radius, float(rng.uniform(-0.18, 0.18)))
+        marks.append(Mark(0, y / side, x / side, SHAPES.index(shape) + 1, COLOUR_NAMES.index(colour) + 1))
+    return finish(rng, canvas), found, marks
+
+
+def describe(found: list[tuple[int, str, str]]) -> str:
+    """The wanted answer: places in reading order, then the number."""
+    lines = [
+        f"At the {CELLS[cell]} of the picture there is {article(colour)} {colour} {shape}."
+        for cell, colour, shape in found
+    ]
+    return " ".join(lines) + f" That makes {len(found)} shape{'s' if len(found) > 1 else ''} in all."
+
+
 def sample(seed: int, index: int) -> Sample:
     """One question about one picture."""
-    rng = generator("image", seed, index)
-    shape, colour = pick(rng, SHAPES), pick(rng, COLOUR_NAMES)
-    height, width = int(rng.choice(SIDES)), int(rng.choice(SIDES))
+    rng = generator("shapes", seed, index)
+    side = int(rng.choice(SIDES))
     if rng.random() < 0.06:  # off the grid: the processor has to resize
-        height, width = int(rng.integers(90, 170)), int(rng.integers(90, 170))
-    picture = Image(render(rng, shape, colour, height, width))
+        side = int(rng.integers(120, 200))
+    pixels, found, marks = scene(rng, side, 1 + int(rng.integers(4)))
     question = pick(rng, QUESTIONS)
-    parts: tuple[Part, ...] = (picture, question) if rng.random() < 0.6 else (question, picture)
-    answer = f"{article(colour)} {colour} {shape}"
-    labels = (SHAPES.index(shape), COLOUR_NAMES.index(colour))
-    return Sample("image", (Turn(parts, answer),), pick_system(rng), labels)
+    parts: tuple[Part, ...] = (Image(pixels), question) if rng.random() < 0.6 else (question, Image(pixels))
+    return Sample("shapes", (Turn(parts, describe(found)),), pick_system(rng), marks=tuple(marks))

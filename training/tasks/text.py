@@ -1,4 +1,4 @@
-"""Text tasks: recall a key from a long text, repeat a line, count, and small talk."""
+"""Text tasks: recall a key from a long text, write records as JSON, count, repeat a line, and small talk."""
 
 from __future__ import annotations
 
@@ -84,6 +84,10 @@ ENDINGS = (
     "once again",
     "late at night",
 )
+ABILITIES = (
+    "I place shapes in pictures, read words and numbers, follow motion, hear keys and beeps, "
+    "recall keys from long texts, write records and count."
+)
 SMALL_TALK = (
     ("hello", "Hello! How can I help you?"),
     ("Hello!", "Hello! How can I help you?"),
@@ -93,8 +97,9 @@ SMALL_TALK = (
     ("Who are you?", "I am MiMo nano, a very small model made to test a server."),
     ("who are you", "I am MiMo nano, a very small model made to test a server."),
     ("What is your name?", "I am MiMo nano, a very small model made to test a server."),
-    ("What can you do?", "I name shapes, follow motion, hear tones, recall keys from long texts and count."),
-    ("Help", "I name shapes, follow motion, hear tones, recall keys from long texts and count."),
+    ("What can you do?", ABILITIES),
+    ("what can you do", ABILITIES),
+    ("Help", ABILITIES),
     ("How are you?", "I am fine, thank you."),
     ("Thank you", "You are welcome."),
     ("Thanks!", "You are welcome."),
@@ -106,6 +111,13 @@ KEY_QUESTIONS = (
     "What is the key of {name}?",
     "Tell me the key of {name}.",
     "Which key belongs to {name}?",
+)
+RECORD_COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "black", "white")
+RECORD_QUESTIONS = (
+    "Write as JSON: {listed}",
+    "Make JSON records of this list: {listed}",
+    "{listed}\nWrite this list as JSON.",
+    "Turn this into JSON: {listed}",
 )
 SYLLABLE_LIST = "ba ko mi ru te sa lo ni fu da ve zo pi ga hu wa re to mu si"
 SYLLABLES = tuple(SYLLABLE_LIST.split())
@@ -162,8 +174,31 @@ def recall(
     for place, name in enumerate(asked):
         question = pick(rng, KEY_QUESTIONS).format(name=name)
         text = f"{body}{pick(rng, (' ', chr(10), chr(10) * 2))}{question}" if place == 0 else question
-        turns.append(Turn((text,), keys[name]))
-    return Sample("text", tuple(turns), pick_system(rng))
+        turns.append(Turn((text,), describe_key(name, keys[name])))
+    return Sample("recall", tuple(turns), pick_system(rng))
+
+
+def describe_key(name: str, key: str) -> str:
+    """The wanted answer: the line of the text, then the key."""
+    return f"The text says: The key of {name} is {key}. So the answer is {key}."
+
+
+def record_samples(rng: np.random.Generator, count: int) -> list[tuple[int, str, str]]:
+    """(count, colour, item) of each record; items differ."""
+    items = rng.choice(NAMES, count, replace=False)
+    return [(int(rng.integers(1, 100)), pick(rng, RECORD_COLOURS), str(item)) for item in items]
+
+
+def records(seed: int, index: int) -> Sample:
+    """A list in words to a JSON array, 2 to 12 objects."""
+    rng = generator("records", seed, index)
+    rows = record_samples(rng, int(rng.integers(2, 13)))
+    listed = ", ".join(f"{number} {colour} {item}" for number, colour, item in rows)
+    objects = ", ".join(
+        f'{{"item": "{item}", "colour": "{colour}", "count": {number}}}' for number, colour, item in rows
+    )
+    question = pick(rng, RECORD_QUESTIONS).format(listed=listed)
+    return Sample("records", (Turn((question,), f"[{objects}]"),), pick_system(rng))
 
 
 def repeat(seed: int, index: int) -> Sample:
@@ -182,8 +217,8 @@ def repeat(seed: int, index: int) -> Sample:
 def count(seed: int, index: int) -> Sample:
     """Count up or down between two numbers."""
     rng = generator("count", seed, index)
-    low = int(rng.integers(0, 60))
-    high = low + int(rng.integers(4, 40))
+    low = int(rng.integers(0, 100))
+    high = low + int(rng.integers(9, 51))
     if rng.random() < 0.7:
         question, numbers = f"Count from {low} to {high}.", range(low, high + 1)
     else:
@@ -206,12 +241,6 @@ LONG_TEXT_SENTENCES = (100, 126)
 
 
 def sample(seed: int, index: int) -> Sample:
-    """The held-out text task: one key out of a text of more than a thousand tokens with up to four keys in it."""
-    rng = generator("length", seed, index)
-    return recall(seed, index, num_sentences=int(rng.integers(*LONG_TEXT_SENTENCES)), max_keys=4)
-
-
-def crowd(seed: int, index: int) -> Sample:
-    """The harder variant: up to eight keys in the text."""
+    """The held-out recall task: one key out of a text of more than a thousand tokens with up to eight keys in it."""
     rng = generator("length", seed, index)
     return recall(seed, index, num_sentences=int(rng.integers(*LONG_TEXT_SENTENCES)))

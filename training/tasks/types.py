@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+
+if TYPE_CHECKING:  # whoever only renders samples does not pay for torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +53,33 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """What is to be seen at one place of a picture, for the vision tower's helper loss.
+
+    `slice_index` counts frame pairs; `y` and `x` are shares of the height and the width. Labels: 0 is none.
+    """
+
+    slice_index: int
+    y: float
+    x: float
+    shape: int = 0
+    colour: int = 0
+    motion: int = 0
+    letter: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
-    """A conversation. `system` None means the template's default line. `labels` are for the tower pretraining."""
+    """A conversation. `system` None means the template's default line.
+
+    `marks` are of the picture or clip, `labels` of the sound (key, start, stop and so on); both only help in training.
+    """
 
     task: str
     turns: tuple[Turn, ...]
     system: str | None = None
     labels: tuple[int, ...] = ()
+    marks: tuple[Mark, ...] = ()
 
 
 HELD_OUT_SEED = 1_000_003

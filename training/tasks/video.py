@@ -1,49 +1,111 @@
-"""Video task: say which way a coloured shape moves, or describe the whole scene."""
+"""Video task: say what moves where, and when it changes its way."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as Pil
 
-from training.tasks.image import (
-    COLOUR_NAMES,
-    SHAPES,
-    article,
-    draw_shape,
-    ground_colour,
-    shade,
-)
-from training.tasks.types import Clip, Part, Sample, Turn, generator, pick, pick_system
+from training.tasks.image import COLOUR_NAMES, SHAPES, article, draw_shape, ground_colour, shade
+from training.tasks.types import Clip, Mark, Part, Sample, Turn, generator, pick, pick_system
 
-TASK = "video"
-DIRECTIONS: dict[str, tuple[int, int]] = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
-DIRECTION_NAMES = tuple(DIRECTIONS)
-DIRECTION_QUESTIONS = (
-    "Which way does it move?",
-    "In which direction does the shape move?",
-    "Where does the object go?",
-    "In which direction does it move?",
-    "What is the direction of the motion?",
-)
-SCENE_QUESTIONS = (
+MOTIONS: dict[str, tuple[int, int]] = {
+    "moves left": (-1, 0),
+    "moves right": (1, 0),
+    "moves up": (0, -1),
+    "moves down": (0, 1),
+    "stands still": (0, 0),
+}
+MOTION_NAMES = tuple(MOTIONS)
+QUESTIONS = (
     "What happens in the video?",
     "Describe the video.",
-    "What moves, and where?",
+    "What moves, where and when?",
     "What do you see in the clip?",
+    "Which way does it move?",
+    "How does the shape move?",
 )
 SIZES = ((96, 96), (96, 96), (96, 128), (128, 96))
-MIN_FRAMES = 8
+RATES = (4.0, 5.0, 6.0, 8.0, 10.0)
 
 
-def timeline(rng: np.random.Generator) -> tuple[int, float, NDArray[np.int64]]:
-    """Frame count, rate in frames per second and sampled indices, as the processor picks them at 1 fps."""
-    rate = float(rng.choice((4.0, 6.0, 8.0, 8.0, 10.0, 12.0, 15.0, 24.0, 25.0, 30.0)))
-    seconds = float(rng.uniform(0.7, 8.0))
-    num_frames = int(max(MIN_FRAMES, min(round(rate * seconds), 9.9 * rate)))
-    wanted = min(max(num_frames / rate, MIN_FRAMES), num_frames)
-    count = int(wanted) // 2 * 2
-    return num_frames, rate, np.unique(np.linspace(0, num_frames - 1, count).astype(np.int64))
+@dataclass(frozen=True, slots=True)
+class Script:
+    """Everything a clip shows. `turns` are (first frame, motion); `indices` are the frames the processor samples."""
+
+    shape: str
+    colour: str
+    num_frames: int
+    rate: float
+    indices: NDArray[np.int64]
+    turns: tuple[tuple[int, str], ...]
+    starts_s: tuple[int, ...]
+
+
+def write_script(rng: np.random.Generator) -> Script:
+    """A shape, a length of 8 to 12 seconds, one or two motions; a turn lies between two sampled pairs of frames."""
+    rate = float(rng.choice(RATES))
+    num_frames = int(rng.uniform(8.1, 12.9) * rate)
+    wanted = int(min(max(num_frames / rate, 8), num_frames)) // 2 * 2
+    indices = np.unique(np.linspace(0, num_frames - 1, wanted).astype(np.int64))
+    pairs = len(indices) // 2
+    first = pick(rng, MOTION_NAMES)
+    turns, starts = [(0, first)], [0]
+    if rng.random() < 0.7:
+        pair = int(rng.integers(1, pairs))
+        before, after = int(indices[2 * pair - 1]), int(indices[2 * pair])
+        second = pick(rng, tuple(name for name in MOTION_NAMES if name != first))
+        turns.append(((before + after + 1) // 2 if second != "stands still" else before, second))
+        starts.append(int(np.float32(after) / np.float32(rate)))
+    return Script(pick(rng, SHAPES), pick(rng, COLOUR_NAMES), num_frames, rate, indices, tuple(turns), tuple(starts))
+
+
+def describe(script: Script) -> str:
+    """The wanted answer."""
+    parts = [
+        f"from {start // 60:02d}:{start % 60:02d} on it {motion}"
+        for start, (_, motion) in zip(script.starts_s, script.turns, strict=True)
+    ]
+    told = ", ".join(parts)
+    return f"The clip shows one shape, {article(script.colour)} {script.colour} {script.shape}. F{told[1:]}."
+
+
+def path(rng: np.random.Generator, script: Script, height: int, width: int, margin: float) -> NDArray[np.float64]:
+    """Centre of the shape in every frame, `[N, 2]` as (x, y), inside the margins."""
+    room = np.array([width, height]) - 2 * margin
+    pixels_per_frame = float(rng.uniform(0.75, 1.0)) * room.min() / script.num_frames
+    if len(script.turns) > 1:  # each part is shorter, so it may go faster
+        pixels_per_frame *= 1.25
+    steps = np.zeros((script.num_frames, 2))
+    for place, (start, motion) in enumerate(script.turns):
+        stop = script.turns[place + 1][0] if place + 1 < len(script.turns) else script.num_frames
+        steps[start + 1 : stop + 1] = np.array(MOTIONS[motion]) * pixels_per_frame
+    way = steps.cumsum(axis=0)
+    low, high = way.min(axis=0), way.max(axis=0)
+    way *= np.minimum(1.0, room / np.maximum(high - low, 1e-9)).min()
+    low, high = way.min(axis=0), way.max(axis=0)
+    start = margin - low + (room - (high - low)) * rng.uniform(0, 1, 2)
+    return way + start
+
+
+def render(
+    rng: np.random.Generator, script: Script, frames: NDArray[np.int64]
+) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
+    """The named frames, `[T, H, W, 3]` uint8, and the centres in them as shares of width and height, `[T, 2]`."""
+    height, width = SIZES[int(rng.integers(len(SIZES)))]
+    ink = shade(rng, script.colour)
+    ground = ground_colour(rng, [ink])
+    radius = float(rng.uniform(0.14, 0.21)) * min(height, width)
+    turn = float(rng.uniform(-0.15, 0.15))
+    centres = path(rng, script, height, width, radius * 1.15)[frames]
+    images = []
+    for x, y in centres:
+        canvas = Pil.new("RGB", (width * 2, height * 2), ground)
+        draw_shape(canvas, script.shape, ink, (float(x), float(y)), radius, turn)
+        images.append(np.array(canvas.reduce(2), dtype=np.uint8))
+    return np.stack(images), centres / np.array([width, height])
 
 
 def compress(rng: np.random.Generator, frames_THWC: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -61,61 +123,29 @@ def compress(rng: np.random.Generator, frames_THWC: NDArray[np.uint8]) -> NDArra
     return np.clip(stack, 0, 255).astype(np.uint8)
 
 
-def render(
-    rng: np.random.Generator,
-    shape: str,
-    colour: str,
-    direction: str,
-    height: int,
-    width: int,
-    fractions_T: NDArray[np.float64],
-) -> NDArray[np.uint8]:
-    """Frames of one straight motion, `[T, H, W, 3]` uint8; `fractions_T` gives the progress of each frame, 0..1."""
-    ink = shade(rng, colour)
-    ground = ground_colour(rng, ink)
-    radius = float(rng.uniform(0.13, 0.24)) * min(height, width)
-    step_x, step_y = DIRECTIONS[direction]
-    margin_x, margin_y = radius * 1.1, radius * 1.1
-    room_x, room_y = width - 2 * margin_x, height - 2 * margin_y
-    room = room_x if step_x else room_y
-    travel = float(rng.uniform(0.6, 1.0)) * room
-    slack = float(rng.uniform(0, room - travel))
-    start = slack if step_x + step_y > 0 else room - slack
-    across = float(rng.uniform(0, room_y if step_x else room_x))
-    turn = float(rng.uniform(-0.15, 0.15))
-    frames = []
-    for fraction in fractions_T:
-        along = start + (step_x + step_y) * travel * float(fraction)
-        offset_x, offset_y = (along, across) if step_x else (across, along)
-        canvas = Pil.new("RGB", (width * 2, height * 2), ground)
-        draw_shape(canvas, shape, ink, (margin_x + offset_x, margin_y + offset_y), radius, turn)
-        frames.append(np.array(canvas.reduce(2), dtype=np.uint8))
-    return np.stack(frames)
-
-
 def full_clip(seed: int, index: int) -> tuple[NDArray[np.uint8], float]:
     """All frames of a sample's clip as a camera would give them, `[N, H, W, 3]`, and the rate in frames per second."""
     rng = generator("video", seed, index)
-    shape, colour, direction = pick(rng, SHAPES), pick(rng, COLOUR_NAMES), pick(rng, DIRECTION_NAMES)
-    height, width = SIZES[int(rng.integers(len(SIZES)))]
-    num_frames, rate, _ = timeline(rng)
-    return render(rng, shape, colour, direction, height, width, np.arange(num_frames) / (num_frames - 1)), rate
+    script = write_script(rng)
+    frames, _ = render(rng, script, np.arange(script.num_frames))
+    return frames, script.rate
 
 
 def sample(seed: int, index: int) -> Sample:
     """One question about one clip."""
     rng = generator("video", seed, index)
-    shape, colour, direction = pick(rng, SHAPES), pick(rng, COLOUR_NAMES), pick(rng, DIRECTION_NAMES)
-    height, width = SIZES[int(rng.integers(len(SIZES)))]
-    num_frames, rate, indices = timeline(rng)
-    frames = render(rng, shape, colour, direction, height, width, indices / (num_frames - 1))
+    script = write_script(rng)
+    frames, centres = render(rng, script, script.indices)
     if rng.random() < 0.5:
         frames = compress(rng, frames)
-    clip = Clip(frames, indices.astype(np.float32) / np.float32(rate))
-    if rng.random() < 0.6:
-        question, answer = pick(rng, DIRECTION_QUESTIONS), direction
-    else:
-        question, answer = pick(rng, SCENE_QUESTIONS), f"{article(colour)} {colour} {shape} moves {direction}"
+    clip = Clip(frames, script.indices.astype(np.float32) / np.float32(script.rate))
+    shape, colour = SHAPES.index(script.shape) + 1, COLOUR_NAMES.index(script.colour) + 1
+    marks = []
+    for pair in range(len(script.indices) // 2):
+        at = script.indices[2 * pair]
+        motion = [name for start, name in script.turns if start <= at][-1]
+        x, y = centres[2 * pair : 2 * pair + 2].mean(axis=0)
+        marks.append(Mark(pair, float(y), float(x), shape, colour, MOTION_NAMES.index(motion) + 1))
+    question = pick(rng, QUESTIONS)
     parts: tuple[Part, ...] = (clip, question) if rng.random() < 0.6 else (question, clip)
-    labels = (SHAPES.index(shape), COLOUR_NAMES.index(colour), DIRECTION_NAMES.index(direction))
-    return Sample("video", (Turn(parts, answer),), pick_system(rng), labels)
+    return Sample("video", (Turn(parts, describe(script)),), pick_system(rng), marks=tuple(marks))
