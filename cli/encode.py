@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cli.load import ConfigError, resolve_model
 from cli.media_files import MediaFileError, expand_paths
 from preprocess.errors import MediaError
-from preprocess.types import MediaOptions, Modality
+from preprocess.types import OPTIONS_OF, Detail, MediaOptions, Modality
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,7 +47,14 @@ def encode(
     modality: Annotated[Modality | None, typer.Option(help="Read every file as this, whatever its name.")] = None,
     fps: Annotated[float | None, typer.Option(help="Frames sampled per second of video.")] = None,
     max_frames: Annotated[int | None, typer.Option(help="At most this many frames of a video.")] = None,
+    min_frames: Annotated[int | None, typer.Option(help="At least this many frames of a video that has them.")] = None,
+    num_frames: Annotated[int | None, typer.Option(help="This many frames of a video, instead of a rate.")] = None,
+    min_pixels: Annotated[int | None, typer.Option(help="At least this many pixels per picture or frame.")] = None,
     max_pixels: Annotated[int | None, typer.Option(help="At most this many pixels per picture or frame.")] = None,
+    detail: Annotated[Detail | None, typer.Option(help="low: at most 512 x 512 pixels of a picture.")] = None,
+    use_audio: Annotated[
+        bool | None, typer.Option(help="Require, or leave out, the sound of a video; by default it is used if there.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of the tower.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per file on standard output.")] = False,
 ) -> None:
@@ -55,20 +62,42 @@ def encode(
 
     Each file becomes one tensor, rows by width, named as the file was given; its grid, time stamps and key stand as
     JSON under the same name in the metadata. A file that cannot be decoded is reported and left out, and the exit code
-    is 1.
+    is 1. An option goes to the files it means something for, and is a mistake when there are none.
 
-    Example: mimo encode samples/clip.mp4 samples/picture.png --out media.safetensors
+    Example: mimo encode samples/clip.mp4 samples/picture.png --fps 2 --out media.safetensors
     """
     try:
         inputs = [(path, modality) for path in files] if modality else expand_paths(files)
-        options = MediaOptions(fps=fps, max_frames=max_frames, max_pixels=max_pixels)
-    except (MediaFileError, ValueError, MediaError) as error:
+        options = MediaOptions(
+            fps=fps,
+            max_frames=max_frames,
+            min_frames=min_frames,
+            num_frames=num_frames,
+            min_pixels=min_pixels,
+            max_pixels=max_pixels,
+            detail=detail,
+            use_audio=use_audio,
+        )
+    except (MediaFileError, ValueError) as error:
         raise ConfigError(str(error)) from error
     if threads is not None and threads < 1:
         raise ConfigError(f"--threads is {threads}; allowed: 1 or more")
     inputs = list(dict.fromkeys(inputs))
+    _check_options(options, {modality for _, modality in inputs})
     target = out or Path(f"{files[0].name}.safetensors" if len(inputs) == 1 else "embeddings.safetensors")
     _check_target(target, [path for path, _ in inputs])
+    _run(inputs, options, target, model=model, threads=threads, as_json=as_json)
+
+
+def _run(
+    inputs: list[tuple[Path, Modality]],
+    options: MediaOptions,
+    target: Path,
+    *,
+    model: str,
+    threads: int | None,
+    as_json: bool,
+) -> None:
     model_dir, model_name = resolve_model(model)
 
     from encoder import LocalEncoder
@@ -91,6 +120,15 @@ def encode(
         console.print(f"failed {name}: {reason}", style="red", markup=False, soft_wrap=True)
     if done.failures:
         sys.exit(1)
+
+
+def _check_options(options: MediaOptions, modalities: set[Modality]) -> None:
+    """Refuse an option that would do nothing. Raises ConfigError."""
+    for field_name in options.given():
+        takers = [modality for modality in Modality if field_name in OPTIONS_OF[modality]]
+        if modalities.isdisjoint(takers):
+            flag = f"--{field_name.replace('_', '-')}"
+            raise ConfigError(f"{flag} is an option for {' and '.join(takers)} files; there are none among the inputs")
 
 
 def _check_target(target: Path, inputs: list[Path]) -> None:
@@ -123,7 +161,7 @@ def _encode_all(
             name = str(path)
             progress.update(task, description=path.name[:40])
             try:
-                layout, rows, key = encoder.encode(path.read_bytes(), modality, options)
+                layout, rows, key = encoder.encode(path.read_bytes(), modality, options.applying_to(modality))
             except (MediaError, OSError) as error:
                 done.failures[name] = str(error)
             else:

@@ -235,7 +235,7 @@ class ProcessorConfig:
         allowed = max(self.video.min_pixels, self.video.total_max_pixels * TEMPORAL_PATCH_SIZE // num_frames)
         if options.min_pixels is not None and options.min_pixels > allowed:
             raise MediaInvalid(
-                f"min_pixels is {options.min_pixels}, this server allows at most {allowed} where a video may have "
+                f"min_pixels is {options.min_pixels}, allowed is at most {allowed} where a video may have "
                 f"{num_frames} frames; fewer frames (max_frames, num_frames) allow more",
                 field="min_pixels",
             )
@@ -268,7 +268,7 @@ def _upper_bound(name: str, option: int | None, ceiling: int) -> int:
     if option is None:
         return ceiling
     if option > ceiling:
-        raise MediaInvalid(f"{name} is {option}, this server allows at most {ceiling}", field=name)
+        raise MediaInvalid(f"{name} is {option}, allowed is at most {ceiling}", field=name)
     return option
 
 
@@ -277,7 +277,7 @@ def _lower_bound(name: str, option: int | None, default: int, ceiling: int) -> i
     if option is None:
         return min(default, ceiling)
     if option > ceiling:
-        raise MediaInvalid(f"{name} is {option}, this server allows at most {ceiling}", field=name)
+        raise MediaInvalid(f"{name} is {option}, allowed is at most {ceiling}", field=name)
     return option
 
 

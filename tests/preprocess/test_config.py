@@ -93,7 +93,7 @@ def test_requests_may_ask_for_less_and_not_for_more(tiny: ProcessorConfig) -> No
     assert budget.min_frames == 4
     assert tiny.image_budget(MediaOptions(max_pixels=5000)).min_pixels == 5000
     for options in (MediaOptions(max_frames=65), MediaOptions(num_frames=66), MediaOptions(max_pixels=65_537)):
-        with pytest.raises(MediaInvalid, match="allows at most"):
+        with pytest.raises(MediaInvalid, match="allowed is at most"):
             tiny.video_budget(options)
     with pytest.raises(MediaInvalid, match="min_pixels is 300000"):
         tiny.image_budget(MediaOptions(min_pixels=300_000))
