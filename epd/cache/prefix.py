@@ -107,9 +107,11 @@ class PrefixCache:
     def fits(self, num_full: int, num_window: int, *, keys: Sequence[bytes] = (), num_tokens: int = 0) -> bool:
         """Whether so many pages could be had now, evicting if need be. Changes nothing.
 
-        With `keys` and `num_tokens`, pages that begin(keys, num_tokens) would pin do not count as evictable.
+        With `keys` and `num_tokens`, pages that begin(keys, num_tokens) would pin do not count as evictable. Without
+        window layers no sequence ever takes a window page, so `num_window` counts for nothing.
         """
         ledger, pool = self._ledger, self._pool
+        num_window = num_window if self.window_pages else 0
         pinned_full, pinned_window = self._would_pin(keys, num_tokens)
         return (
             num_full <= pool.full.num_free + ledger.num_evictable_full - pinned_full
@@ -151,8 +153,10 @@ class PrefixCache:
         """First page whose window is needed to go on after `num_tokens` tokens: what a handoff sends.
 
         A row with so many tokens committed begins there or earlier (earlier by its tail pages, unless it resumed from
-        a hit less than a page ago), so a sender always has these pages.
+        a hit less than a page ago), so a sender always has these pages. Without window layers it is the end of the row.
         """
+        if self.window_pages == 0:
+            return -(-num_tokens // self.page_size)
         return window_floor(num_tokens // self.page_size, self.window_pages)
 
     def clear(self) -> int:

@@ -129,13 +129,8 @@ class PagedAttention:
         )
         starts = [s.num_context - row for s, row in zip(self._sequences, _running_sum(num_new), strict=True)]
         position_T = torch.arange(self._num_rows, device=self._device) + self._tensor(starts)[sequence_T]
-        # Where the new tokens go: their rows in T (None for all) and their slots.
-        self._window_write = None, self._slots(sequence_T, position_T, is_window=True)
-        self._full_write: tuple[Tensor | None, Tensor] = None, self._slots(sequence_T, position_T, is_window=False)
-        if not all(sequence.write_full for sequence in self._sequences):
-            writes_B = self._tensor([sequence.write_full for sequence in self._sequences])
-            rows = writes_B[sequence_T].nonzero().flatten()
-            self._full_write = rows, self._full_write[1][rows]
+        self._sequence_T, self._position_T = sequence_T, position_T
+        self._writes: dict[bool, tuple[Tensor | None, Tensor]] = {}
 
     @torch.no_grad()
     def attend(self, spec: AttentionSpec, q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor, sink_N: Tensor | None) -> Tensor:
@@ -143,7 +138,7 @@ class PagedAttention:
         if q_TNH.shape[0] != self._num_rows:
             raise ValueError(f"{q_TNH.shape[0]} query rows for sequences of {self._num_rows} new tokens together")
         keys, values = self._storage.keys(spec.index), self._storage.values(spec.index)
-        rows, slots = self._window_write if spec.is_window else self._full_write
+        rows, slots = self._write_of(is_window=spec.is_window)
         for pages, new in ((keys, k_TKH), (values, v_TKV)):
             new = (new if rows is None else new[rows]).to(pages.dtype)
             pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, new)
@@ -165,6 +160,21 @@ class PagedAttention:
             k_BSKH, v_BSKV = k_BKSH.transpose(1, 2), v_BKSV.transpose(1, 2)
             return fused_attention(q_BQNH, k_BSKH, v_BSKV, read.visible, scale=spec.scale)
         return _grouped_attention(spec, q_BQNH, k_BKSH, v_BKSV, read.hidden, sink_N)
+
+    def _write_of(self, *, is_window: bool) -> tuple[Tensor | None, Tensor]:
+        """Return where the new tokens go in one pool: their rows in T (None for all) and their slots.
+
+        Made when a layer asks: a model without window layers has no window pages to look up.
+        """
+        if is_window not in self._writes:
+            slots = self._slots(self._sequence_T, self._position_T, is_window=is_window)
+            rows = None
+            if not is_window and not all(sequence.write_full for sequence in self._sequences):
+                writes_B = self._tensor([sequence.write_full for sequence in self._sequences])
+                rows = writes_B[self._sequence_T].nonzero().flatten()
+                slots = slots[rows]
+            self._writes[is_window] = rows, slots
+        return self._writes[is_window]
 
     def _reads_of(self, window_left: int | None) -> list[_Read]:
         """Return the reads of all layers with this reach; made once per forward."""
