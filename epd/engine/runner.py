@@ -33,8 +33,18 @@ class EmbeddingReader(Protocol):
 class Runner:
     """Owns the model and the KV tensors; knows nothing of requests beyond a step's token ranges and pages."""
 
-    def __init__(self, model: HybridModel, storage: KvStorage, mover: KvMover, embeddings: EmbeddingReader) -> None:
+    def __init__(
+        self,
+        model: HybridModel,
+        storage: KvStorage,
+        mover: KvMover,
+        embeddings: EmbeddingReader,
+        *,
+        num_token_ids: int | None = None,
+    ) -> None:
+        """`num_token_ids`: token ids from there on are never sampled; None for a model without a tokenizer."""
         self._model = model
+        self._num_token_ids = num_token_ids
         self._storage = storage
         self._mover = mover
         self._embeddings = embeddings
@@ -84,7 +94,7 @@ class Runner:
         if not rows:
             return []
         logits_SV = self._model.logits(hidden_TD[self._index(rows)])
-        return sample(logits_SV, samples)
+        return sample(logits_SV, samples, num_token_ids=self._num_token_ids)
 
     def _media_spans(self, step: SequenceStep) -> list[EmbeddingSpan]:
         """Spans of the step, positions counted from its first token."""

@@ -28,10 +28,17 @@ class SampledToken:
     logprob: TokenLogprob | None = None
 
 
-def sample(logits_SV: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | None]:
-    """One token per row of fp32 logits; None where a row holds a NaN or an infinity: that would be noise."""
+def sample(
+    logits_SV: Tensor, rows: Sequence[SampleRow], *, num_token_ids: int | None = None
+) -> list[SampledToken | None]:
+    """One token per row of fp32 logits; None where a row holds a NaN or an infinity: that would be noise.
+
+    `num_token_ids` is what the tokenizer knows: rows of a padded vocabulary beyond it are no tokens, neither to be
+    drawn nor to take part in a probability.
+    """
     if not rows:
         return []
+    logits_SV = logits_SV[:, :num_token_ids]
     finite = torch.isfinite(logits_SV).all(dim=-1).tolist()
     greedy = logits_SV.argmax(dim=-1).tolist()
     sampled: list[SampledToken | None] = []

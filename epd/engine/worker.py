@@ -22,6 +22,7 @@ from epd.engine.identity import WorkerIdentity, kv_fingerprint, new_incarnation
 from epd.engine.loop import EngineLoop
 from epd.engine.runner import EmbeddingReader, Runner
 from epd.engine.scheduler import Scheduler, SchedulerConfig
+from epd.engine.tokens import count_token_ids
 from epd.kv.dual import DualPool
 from epd.kv.errors import PoolTooSmall
 from epd.kv.layout import KvLayout, PoolPlan, plan_pools
@@ -149,7 +150,13 @@ def build_engine(
         identity=identity,
         endpoint=endpoint,
         scheduler=scheduler,
-        runner=Runner(model, storage, mover, ArenaReader() if embeddings is None else embeddings),
+        runner=Runner(
+            model,
+            storage,
+            mover,
+            ArenaReader() if embeddings is None else embeddings,
+            num_token_ids=count_token_ids(config.model_dir),
+        ),
         mover=mover,
         cache=cache,
         clock=clock,

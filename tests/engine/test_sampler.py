@@ -83,3 +83,18 @@ def test_a_row_that_is_not_finite_fails_alone(bad: float) -> None:
     first, second = sample(logits, [row(), row()])
     assert first is None
     assert second is not None
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2}, {"temperature": 2.0}])
+def test_rows_beyond_the_tokenizer_are_no_tokens(params: dict[str, object]) -> None:
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    padded = torch.cat([logits, torch.full((4,), 9.0)])
+    for index in range(200):
+        there = row(index, top_logprobs=8, **params)
+        assert sample(padded[None], [there], num_token_ids=4) == sample(logits[None], [there])
+        assert sample(padded[None], [there], num_token_ids=8) == sample(padded[None], [there])
+
+
+def test_what_a_padding_row_holds_harms_nobody() -> None:
+    logits = torch.tensor([[1.0, 0.0, math.nan]])
+    assert sample(logits, [row()], num_token_ids=2) == [SampledToken(0)]
