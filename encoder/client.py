@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import zmq.asyncio
 from numpy.typing import NDArray
@@ -36,6 +37,8 @@ from encoder.types import (
     EncodeReply,
     EncodeRequest,
     EncoderInfo,
+    Farewell,
+    Goodbye,
     Ping,
     ReleaseLeases,
 )
@@ -100,6 +103,15 @@ class _ReplicaState:
                     self._learn(message)
                 case EncodeReply() | EncodeFailure():
                     self._settle(message, tensors)
+                case Farewell(sequence=sequence):
+                    self._let_go(sequence)
+
+    def _let_go(self, sequence: int) -> None:
+        """The replica has answered everything and ends: ask it no more, and say so."""
+        if self.info is not None:
+            self._learn(msgspec.structs.replace(self.info, ready=False))
+        with contextlib.suppress(LinkDown):
+            self.link.send(Goodbye(sequence=sequence))
 
     def _learn(self, info: EncoderInfo) -> None:
         if self.info is not None and self.info.incarnation != info.incarnation:

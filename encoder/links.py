@@ -16,7 +16,8 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from encoder.errors import WireError
-from encoder.types import FromEncoder, ToEncoder
+from encoder.parting import REPEAT_S, Partings
+from encoder.types import EncodeFailure, EncodeReply, Farewell, FromEncoder, Goodbye, ToEncoder
 from encoder.wire import Buffer, Codec, TensorFrame
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,8 @@ HEARTBEAT_MS = 1000
 # A peer that announces a larger frame is disconnected before the memory is taken.
 MAX_FRAME_BYTES = 2**30
 HEARTBEAT_TIMEOUT_MS = 4000
+# How long a server that has drained waits until its peers have read the last replies.
+PARTING_S = 5.0
 
 
 class LinkDown(Exception):
@@ -207,6 +210,8 @@ class ZmqEndpoint:
         self._server = server
         self._codec: Codec[ToEncoder] = Codec(ToEncoder)
         self._outbox: asyncio.Queue[tuple[bytes, list[Buffer]]] = asyncio.Queue()
+        self._partings: Partings[bytes] = Partings()
+        self._partings_changed = asyncio.Event()
         self._socket = context.socket(zmq.ROUTER)
         _harden(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -227,15 +232,34 @@ class ZmqEndpoint:
         self.tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
 
     async def stop(self) -> None:
-        """Stop reading, send what is queued, close."""
+        """Send what is queued, wait until the peers have read it, close. The server must be draining.
+
+        Until then requests are still read, so that the server refuses what crossed the farewell.
+        """
         if self.tasks:
-            self.tasks[0].cancel()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._outbox.join(), 1.0)
-            self.tasks[1].cancel()
+            try:
+                await asyncio.wait_for(self._part(), PARTING_S)
+            except TimeoutError:
+                logger.warning("ending, though some peer has not said goodbye for %g s", PARTING_S)
+            for task in self.tasks:
+                task.cancel()
             await asyncio.gather(*self.tasks, return_exceptions=True)
         # What was handed to ZMQ gets a moment to leave the process.
         self._socket.close(200)
+
+    async def _part(self) -> None:
+        again = False
+        while True:
+            self._partings_changed.clear()
+            for identity, sequence in self._partings.take_due(again=again):
+                self._outbox.put_nowait((identity, self._codec.encode(Farewell(sequence=sequence))))
+            if self._partings.is_over:
+                return
+            try:
+                await asyncio.wait_for(self._partings_changed.wait(), REPEAT_S)
+                again = False
+            except TimeoutError:
+                again = True
 
     async def _read(self) -> None:
         while True:
@@ -245,10 +269,20 @@ class ZmqEndpoint:
             except WireError as error:
                 logger.warning("dropped a malformed message of peer %s: %s", identity.hex(), error)
                 continue
-            self._server.handle(message, tensors, self._replier(identity), peer=identity.hex())
+            if isinstance(message, Goodbye):
+                self._partings.answered(identity, message.sequence)
+                self._partings_changed.set()
+            else:
+                self._server.handle(message, tensors, self._replier(identity), peer=identity.hex())
 
     def _replier(self, identity: bytes) -> Callable[[FromEncoder, Sequence[TensorFrame]], None]:
-        return lambda message, tensors: self._outbox.put_nowait((identity, self._codec.encode(message, tensors)))
+        def reply(message: FromEncoder, tensors: Sequence[TensorFrame]) -> None:
+            if isinstance(message, EncodeReply | EncodeFailure):
+                self._partings.spoke(identity)
+                self._partings_changed.set()
+            self._outbox.put_nowait((identity, self._codec.encode(message, tensors)))
+
+        return reply
 
     async def _write(self) -> None:
         while True:
@@ -259,8 +293,8 @@ class ZmqEndpoint:
                 # EHOSTUNREACH: the peer is gone, and with it everyone who could release its leases.
                 logger.info("peer %s cannot be reached (%s)", identity.hex(), error)
                 self._server.disconnect(identity.hex())
-            finally:
-                self._outbox.task_done()
+                self._partings.forget(identity)
+                self._partings_changed.set()
 
 
 def _harden(socket: zmq.asyncio.Socket) -> None:

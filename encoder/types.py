@@ -87,6 +87,18 @@ class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
     sequence: int
 
 
+class Farewell(msgspec.Struct, frozen=True, kw_only=True, tag="farewell"):
+    """A server's word before it ends, to a peer it has answered: all is said, and it goes when this is answered."""
+
+    sequence: int
+
+
+class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
+    """The answer to `Farewell`. Everything before it was read, and no request follows on this connection."""
+
+    sequence: int
+
+
 class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
     """Answer to `Ping`: who the encoder is and how loaded. `incarnation` changes with every start of the process."""
 
@@ -108,5 +120,5 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
     """An embedding takes a multiple of this."""
 
 
-ToEncoder = EncodeRequest | CancelEncode | ReleaseLeases | Ping
-FromEncoder = EncodeReply | EncodeFailure | EncoderInfo
+ToEncoder = EncodeRequest | CancelEncode | ReleaseLeases | Ping | Goodbye
+FromEncoder = EncodeReply | EncodeFailure | EncoderInfo | Farewell

@@ -5,8 +5,14 @@ Nothing below this module reads an environment variable or a file of settings.
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from epd.types import Role
+
+# What matrices are stored as: converted on load, or quantised as in the files and dequantised at each use.
+WeightStorage = Literal["bfloat16", "float32", "keep"]
+# How the rows of fused q, k, v projections lie in the files; "auto" is "interleaved" where they are fused.
+QkvLayout = Literal["auto", "interleaved", "plain"]
 
 
 def _positive(owner: str, **values: float) -> None:
@@ -21,6 +27,9 @@ class EngineConfig:
 
     `chunk_tokens` is the token budget of one step: prompts longer than that are computed in chunks, between which
     decode steps run. `window_left` overrides the model's sliding window (see `epd.model.config`). `threads` is torch's.
+
+    `dtype` is that of the arithmetic and of KV; `weights` is what matrices are stored as, None for `dtype` as well.
+    `qkv_layout` must be set for files that hold fused projections in plain order: their shapes do not tell.
     """
 
     model_dir: Path
@@ -29,6 +38,8 @@ class EngineConfig:
     name: str = "worker-0"
     device: str = "cpu"
     dtype: str = "float32"
+    weights: WeightStorage | None = None
+    qkv_layout: QkvLayout = "auto"
     threads: int = 1
     page_size: int = 16
     kv_budget_bytes: int = 256 << 20
@@ -42,7 +53,8 @@ class EngineConfig:
     decode_release_interval_tokens: int = 128
     window_left: int | None = None
     # How long a gateway may be silent before its requests are ended here. Longer than `GatewayConfig.worker_timeout_s`:
-    # of two processes that cannot hear each other the gateway gives up first, since only it can try elsewhere.
+    # of two processes that cannot hear each other the gateway gives up first, since only it can try elsewhere. As long a
+    # worker that has drained waits until its gateways have read the last answers.
     peer_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:

@@ -3,14 +3,15 @@
     gateway --Submit--> prefill --KvTransfer--> decode
     gateway <--TokenDelta, Finish-- prefill and decode
 
-Every admitted request ends with exactly one `Finish`, sent by the worker that held it last.
+Every admitted request ends with exactly one `Finish`, sent by the worker that held it last. A worker that has drained
+says `Farewell` to the gateways it has answered, and goes when they say `Goodbye` (see `encoder.parting`).
 """
 
 from enum import StrEnum
 
 import msgspec
 
-from encoder.types import EmbeddingRef
+from encoder.types import EmbeddingRef, Farewell, Goodbye
 from preprocess.types import MediaKey
 
 
@@ -200,5 +201,5 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, tag="worker"):
     counters: dict[str, float] = {}
 
 
-ToWorker = Submit | Abort | Hello | ExpectKv | KvTransfer
-FromWorker = TokenDelta | Finish | WorkerInfo | KvRefused
+ToWorker = Submit | Abort | Hello | ExpectKv | KvTransfer | Goodbye
+FromWorker = TokenDelta | Finish | WorkerInfo | KvRefused | Farewell

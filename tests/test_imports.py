@@ -14,7 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ORDER = ("preprocess", "encoder", "epd", "cli")
-OUTWARD = ("types", "errors", "config", "client", "wire", "fingerprint")  # what a package shows to those above it
+# What a package shows to those above it.
+OUTWARD = ("types", "errors", "config", "client", "wire", "fingerprint", "checkpoint", "parting")
 LIBRARY = "preprocess"  # a library: every module of it is public
 
 EPD_MAY_IMPORT = {

@@ -5,6 +5,8 @@ import threading
 from collections import deque
 from dataclasses import asdict
 
+from encoder.parting import REPEAT_S, Partings
+from encoder.types import Farewell, Goodbye
 from epd.cache.prefix import PrefixCache
 from epd.engine.clock import Clock
 from epd.engine.desk import HandoffDesk, Outcome, Ready, Refused
@@ -27,6 +29,7 @@ from epd.types import (
     KvTransfer,
     Role,
     Submit,
+    TokenDelta,
     Usage,
     WorkerInfo,
 )
@@ -64,6 +67,10 @@ class EngineLoop:
         self._clock = clock
         self._desk = HandoffDesk(orphan_timeout_s=peer_timeout_s, max_orphans=max_waiting)
         self._peers = PeerWatch(timeout_s=peer_timeout_s)
+        self._partings: Partings[Peer] = Partings()
+        self._parting_timeout_s = peer_timeout_s
+        self._parting_until_s: float | None = None
+        self._farewell_s = 0.0
         self._stop = threading.Event()
         self._drain = threading.Event()
         self._inbox: deque[Received] = deque()
@@ -83,8 +90,8 @@ class EngineLoop:
         return self._desk.num_orphans
 
     def run(self) -> None:
-        """Step until `stop`, or until a drain has finished. This is the outermost loop of a worker: a step that raises
-        ends the requests it was about and the worker goes on."""
+        """Step until `stop`, or until a drain has finished and the gateways have read the last answers. This is the
+        outermost loop of a worker: a step that raises ends the requests it was about and the worker goes on."""
         wait_s = 0.0
         while not self._stop.is_set():
             try:
@@ -95,7 +102,8 @@ class EngineLoop:
                     raise
                 logger.exception("a step failed; ending the requests it was about")
                 self._fail_step()
-            if self._scheduler.is_draining and self._scheduler.is_idle:
+                wait_s = 0.0
+            if self._scheduler.is_draining and self._scheduler.is_idle and not self._inbox and self._part():
                 return
 
     def stop(self) -> None:
@@ -155,6 +163,8 @@ class EngineLoop:
                 self._expect(item.peer, request)
             case KvTransfer():
                 self._arrive(item.peer, HeldTransfer(item.message, item.tensors))
+            case Goodbye(sequence=sequence):
+                self._partings.answered(item.peer, sequence)
             case KvRefused(request_id=request_id, message=message):
                 logger.warning("decode worker %s refused the KV of %s: %s", item.peer, request_id, message)
             case _:
@@ -226,6 +236,27 @@ class EngineLoop:
         for expected in self._desk.take_all(self._clock.monotonic_s()):
             self._end(expected.peer, expected.request, failure)
 
+    def _part(self) -> bool:
+        """After a drain: say farewell to whoever has not read everything yet; whether the worker may end.
+
+        Until it does it goes on receiving, and refuses what still comes.
+        """
+        now_s = self._clock.monotonic_s()
+        if self._parting_until_s is None:
+            self._parting_until_s = now_s + self._parting_timeout_s
+        due = self._partings.take_due(again=now_s - self._farewell_s >= REPEAT_S)
+        for peer, sequence in due:
+            self._farewell_s = now_s
+            self._send(peer, Farewell(sequence=sequence))
+        if self._partings.is_over:
+            # A gateway that was never answered may have just sent its first request.
+            self._inbox.extend(self._endpoint.receive(0.0))
+            return not self._inbox
+        if now_s < self._parting_until_s:
+            return False
+        logger.warning("ending, though some gateway has not said goodbye for %g s", self._parting_timeout_s)
+        return True
+
     def _end_silent(self, peer: Peer) -> None:
         """End the requests of a gateway that says nothing. It may only be stalled: then it reads the Finishes when it
         goes on, and its clients get an answer or an error instead of a stream that hangs."""
@@ -242,6 +273,7 @@ class EngineLoop:
         """Free what belongs to a peer that cannot be reached: its streams have a hole now."""
         now_s = self._clock.monotonic_s()
         self._peers.lose(peer, now_s)
+        self._partings.forget(peer)
         num_dropped = self._scheduler.drop_peer(peer) + len(self._desk.drop_peer(peer, now_s))
         logger.log(
             logging.WARNING if num_dropped else logging.DEBUG, "%s; %d requests of it dropped", error, num_dropped
@@ -285,6 +317,8 @@ class EngineLoop:
         """Send; to a peer that is lost nothing more is said until it is heard again."""
         if self._peers.is_lost(peer):
             return
+        if peer.address is None and isinstance(message, TokenDelta | Finish):
+            self._partings.spoke(peer)
         try:
             self._endpoint.send(peer, message)
         except PeerUnreachable as error:

@@ -4,6 +4,7 @@
     lost        disconnected, another incarnation, or silent for `timeout_s`: every attempt on the worker hears `Lost`
     messages    TokenDelta and Finish go to the attempt with that request id; when nobody waits for it any more they are
                 late: dropped, and answered with Abort so that the worker stops
+    farewell    the worker has drained and said all: answered with Goodbye, and no request is sent to it any more
     unknown     a worker that keeps reporting no requests at all, though it was sent one, has dropped it: `Lost` as well
 
 Everything runs on one asyncio loop; time is the clock passed in.
@@ -17,6 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
+from encoder.types import Farewell, Goodbye
 from epd.errors import StageUnavailable
 from epd.router.attempts import Attempt, Lost, Worker
 from epd.router.policy import choose_worker, prefix_affinity
@@ -221,6 +223,9 @@ class Fleet:
                 self._deliver(worker, message)
             case KvRefused(request_id=request_id, message=text):
                 self._deliver(worker, _refusal(request_id, text))
+            case Farewell(sequence=sequence):
+                self._set_unready(worker)
+                self._post(worker, Goodbye(sequence=sequence))
 
     def _informed(self, worker: Worker, info: WorkerInfo) -> None:
         before = worker.info
@@ -267,8 +272,12 @@ class Fleet:
     def _doubt(self, worker: Worker) -> None:
         """A worker that hands a request back (it drains, it is full) says how it is before it gets another one."""
         if worker.info is not None:
-            worker.info = msgspec.structs.replace(worker.info, ready=False)
+            self._set_unready(worker)
             self._post(worker, Hello(sequence=self._sequence))
+
+    def _set_unready(self, worker: Worker) -> None:
+        if worker.info is not None:
+            worker.info = msgspec.structs.replace(worker.info, ready=False)
 
     def _late_message(self, worker: Worker, event: TokenDelta | Finish) -> None:
         self.num_late_messages += 1

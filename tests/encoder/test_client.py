@@ -21,6 +21,9 @@ from encoder.types import (
     EncodeReply,
     EncodeRequest,
     EncoderInfo,
+    Farewell,
+    FromEncoder,
+    Goodbye,
     Ping,
     ReleaseLeases,
     StageTimings,
@@ -29,6 +32,7 @@ from encoder.types import (
 from encoder.wire import TensorFrame
 from preprocess.errors import MediaUndecodable
 from preprocess.types import MediaKey, MediaLayout, MediaOptions, Modality
+from tests.fakes.encoder_peer import until
 
 KEY = MediaKey("0123456789abcdef0123456789abcdef")
 
@@ -63,7 +67,7 @@ class ScriptedLink:
         if isinstance(message, EncodeRequest):
             self._behave(self, message)
 
-    def deliver(self, message: EncodeReply | EncodeFailure | EncoderInfo) -> None:
+    def deliver(self, message: FromEncoder) -> None:
         self._inbox.put_nowait((message, ()))
 
     async def receive(self) -> Received:
@@ -303,3 +307,15 @@ def test_a_reference_to_nothing_is_lost() -> None:
 def test_the_client_loads_no_torch() -> None:
     probe = "import sys, encoder, encoder.client, encoder.fingerprint; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
+
+
+async def test_a_farewell_is_answered_and_the_replica_not_asked_again() -> None:
+    links = owner_first(answer, answer)
+    async with client_of(*links) as client:
+        await encode(client)
+        links[0].mute = True
+        links[0].deliver(Farewell(sequence=4))
+        await until(lambda: Goodbye(sequence=4) in links[0].sent)
+        await encode(client)
+        await encode(client)
+    assert [len(link.requests()) for link in links] == [1, 2]

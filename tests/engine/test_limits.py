@@ -299,6 +299,31 @@ def test_draining_finishes_what_runs_and_hands_back_the_rest(make_bench: MakeBen
     assert all(bench.finishes[r].retryable and bench.finishes[r].code == "draining" for r in ("waiting", "late"))
 
 
+def test_a_message_that_breaks_a_draining_worker_leaves_no_request_unanswered(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step ends in the middle of the inbox, with nothing running: what lies behind must still be refused."""
+    bench = make_bench()
+    scheduler = bench.engine.scheduler
+    submit = scheduler.submit
+
+    def submit_or_break(sequence: Sequence) -> None:
+        if sequence.request_id == "breaks":
+            raise RuntimeError("a mistake of ours")
+        submit(sequence)
+
+    monkeypatch.setattr(scheduler, "submit", submit_or_break)
+    bench.engine.loop.drain()
+    for request_id in ("breaks", "late"):
+        bench.submit(make_request(request_id, PROMPT))
+    bench.engine.loop.run()
+    bench.collect()
+    assert {name: finish.code for name, finish in bench.finishes.items()} == {
+        "breaks": "step_failed",
+        "late": "draining",
+    }
+
+
 def test_a_request_submitted_twice_runs_once(make_bench: MakeBench) -> None:
     bench = make_bench()
     bench.submit(make_request("a", PROMPT, ignore_eos=True))

@@ -8,11 +8,12 @@ import shutil
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from encoder.types import Farewell, Goodbye
 from epd.config import EngineConfig
 from epd.engine.worker import EngineThread, run_worker
 from epd.kv.errors import PoolTooSmall
@@ -54,10 +55,12 @@ def config(folder: Path, role: Role) -> EngineConfig:
 class Client:
     """The least a gateway does: collect what channels say."""
 
-    def __init__(self, *channels: Channel) -> None:
+    def __init__(self, *channels: Channel, answers_farewells: bool = True) -> None:
         self.tokens: dict[str, dict[int, int]] = {}
         self.finishes: dict[str, Finish] = {}
         self.infos: list[WorkerInfo] = []
+        self.farewells: list[int] = []
+        self.answers_farewells = answers_farewells
         self.changed = asyncio.Condition()
         self._tasks = [asyncio.create_task(self._listen(channel)) for channel in channels]
 
@@ -74,6 +77,10 @@ class Client:
                         self.finishes[message.request_id] = message
                     case WorkerInfo():
                         self.infos.append(message)
+                    case Farewell(sequence=sequence):
+                        self.farewells.append(sequence)
+                        if self.answers_farewells:
+                            await channel.send(Goodbye(sequence=sequence))
                 self.changed.notify_all()
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -145,42 +152,133 @@ async def test_prefill_and_decode_answer_together(pair: Pair, checkpoint: Checkp
     await client.close()
 
 
-# Long enough that the answer is still running when the late request arrives, however fast the machine.
-NUM_LONG_TOKENS = 900
+@dataclass
+class WorkerProcess:
+    """A worker in a process of its own, and a client that is connected to it."""
+
+    pid: int
+    channel: WorkerChannel
+    client: Client
+    join: Callable[[float], int | None]
+    """Waits that many seconds for the process to end, without letting the event loop run; its exit code."""
+
+    async def drain(self) -> None:
+        """SIGTERM, and wait until the worker says that it takes nothing new."""
+        os.kill(self.pid, signal.SIGTERM)
+        while not any(not info.ready for info in self.client.infos):
+            await self.channel.send(Hello(sequence=1))
+            await asyncio.sleep(0.01)
+
+    async def ended(self) -> int | None:
+        await asyncio.wait_for(self.channel.wait_disconnected(), 60)
+        return await asyncio.to_thread(self.join, 60)
 
 
-@pytest.mark.e2e
-async def test_a_worker_process_drains_on_sigterm(checkpoint: Checkpoint, tmp_path: Path) -> None:
+@pytest.fixture
+async def worker_process(checkpoint: Checkpoint, tmp_path: Path) -> AsyncIterator[WorkerProcess]:
     address = f"ipc://{tmp_path}/worker"
-    spawn = multiprocessing.get_context("spawn")
-    process = spawn.Process(
+    process = multiprocessing.get_context("spawn").Process(
         target=run_worker,
-        args=(replace(config(checkpoint.folder, Role.BOTH), kv_budget_bytes=32 << 20),),
+        args=(replace(config(checkpoint.folder, Role.BOTH), peer_timeout_s=300.0),),
         kwargs={"address": address},
         daemon=True,
     )
     process.start()
     channel = WorkerChannel(address)
     channel.open()
-    await asyncio.wait_for(channel.wait_connected(), 60)
     client = Client(channel)
-    await channel.send(Submit(request=request("running", PROMPT, max_tokens=NUM_LONG_TOKENS)))
-    await client.until(lambda: bool(client.tokens))
+    await asyncio.wait_for(channel.wait_connected(), 60)
     assert process.pid is not None
-    os.kill(process.pid, signal.SIGTERM)
-    while not any(not info.ready for info in client.infos):
-        await channel.send(Hello(sequence=1))
-        await asyncio.sleep(0.01)
-    await channel.send(Submit(request=request("late", PROMPT)))
-    await client.until(lambda: len(client.finishes) == 2)
-    assert client.finishes["late"].retryable
-    assert client.finishes["running"].reason is FinishReason.LENGTH
-    assert len(client.answer("running")) == NUM_LONG_TOKENS
-    await asyncio.wait_for(channel.wait_disconnected(), 10)
-    await asyncio.to_thread(process.join)
-    assert process.exitcode == 0
+
+    def join(timeout_s: float) -> int | None:
+        process.join(timeout_s)
+        return process.exitcode
+
+    yield WorkerProcess(process.pid, channel, client, join)
     await client.close()
     channel.close()
+    process.kill()
+    process.join()
+
+
+@pytest.mark.e2e
+async def test_a_worker_process_drains_on_sigterm(worker_process: WorkerProcess) -> None:
+    """Whatever the machine makes of it: the late request may come while the first one runs, or long after its end."""
+    worker, client = worker_process, worker_process.client
+    client.answers_farewells = False
+    await worker.channel.send(Submit(request=request("running", PROMPT, max_tokens=300)))
+    await client.until(lambda: bool(client.tokens))
+    await worker.drain()
+    await worker.channel.send(Submit(request=request("late", PROMPT)))
+    client.answers_farewells = True
+    for sequence in list(client.farewells):
+        await worker.channel.send(Goodbye(sequence=sequence))
+    await client.until(lambda: len(client.finishes) == 2)
+    assert (client.finishes["late"].code, client.finishes["late"].retryable) == ("draining", True)
+    assert client.finishes["running"].reason is FinishReason.LENGTH
+    assert len(client.answer("running")) == 300
+    assert await worker.ended() == 0
+
+
+@pytest.mark.e2e
+async def test_answers_wait_for_a_gateway_that_stands_still(worker_process: WorkerProcess) -> None:
+    """What has arrived at a socket and was not read is lost when the other end closes: so it must not close."""
+    worker, client = worker_process, worker_process.client
+    await worker.channel.send(Submit(request=request("a", PROMPT, max_tokens=30)))
+    await client.until(lambda: bool(client.tokens))
+    os.kill(worker.pid, signal.SIGTERM)
+    assert worker.join(1.5) is None, "the answers were not read"
+    await client.until(lambda: bool(client.finishes))
+    assert len(client.answer("a")) == 30
+    assert await worker.ended() == 0
+
+
+async def test_a_request_that_crosses_the_farewell_is_refused_and_read(checkpoint: Checkpoint) -> None:
+    network = MemoryNetwork()
+    endpoint, channel = network.endpoint("worker"), network.channel("worker")
+    worker = EngineThread(config(checkpoint.folder, Role.BOTH), endpoint)
+    worker.start()
+    channel.open()
+    client = Client(channel, answers_farewells=False)
+    await channel.send(Submit(request=request("a", PROMPT)))
+    await client.until(lambda: bool(client.finishes))
+    assert not await asyncio.to_thread(worker.drain, 0.1)
+    await client.until(lambda: bool(client.farewells))
+    await channel.send(Submit(request=request("crossing", PROMPT)))
+    await channel.send(Goodbye(sequence=client.farewells[-1]))
+    await client.until(lambda: "crossing" in client.finishes)
+    assert client.finishes["crossing"].code == "draining"
+    await client.until(lambda: len(client.farewells) >= 2)
+    await channel.send(Goodbye(sequence=client.farewells[0]))
+    assert not await asyncio.to_thread(worker.drain, 0.3), "the first goodbye says nothing about the refusal"
+    client.answers_farewells = True
+    await channel.send(Goodbye(sequence=client.farewells[-1]))
+    assert await asyncio.to_thread(worker.drain, 30)
+    await client.close()
+    channel.close()
+    worker.stop()
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_a_gateway_that_says_no_goodbye_is_waited_for_in_bounds(checkpoint: Checkpoint, leaves: bool) -> None:
+    """One that is gone is noticed by the next farewell, one that stands still costs `peer_timeout_s`."""
+    network = MemoryNetwork()
+    endpoint, channel = network.endpoint("worker"), network.channel("worker")
+    settings = replace(config(checkpoint.folder, Role.BOTH), peer_timeout_s=300.0 if leaves else 0.5)
+    worker = EngineThread(settings, endpoint)
+    worker.start()
+    channel.open()
+    client = Client(channel, answers_farewells=False)
+    await channel.send(Submit(request=request("a", PROMPT)))
+    await client.until(lambda: bool(client.finishes))
+    assert not await asyncio.to_thread(worker.drain, 0.1)
+    if leaves:
+        await client.close()
+        channel.close()
+    assert await asyncio.to_thread(worker.drain, 30)
+    await client.close()
+    channel.close()
+    worker.stop()
 
 
 def test_a_budget_that_is_too_small_names_both_numbers(checkpoint: Checkpoint) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from encoder.types import Farewell, Goodbye
 from encoder.wire import TensorFrame
 from epd.transport.base import Message, Peer, PeerUnreachable, Received
 
@@ -12,7 +13,7 @@ class Mailbox:
     """What the test puts into `inbox` is received next; what the engine sends is in `sent`. Linked ones reach each
     other.
 
-    Peers and addresses in `unreachable` refuse messages.
+    Peers and addresses in `unreachable` refuse messages. A farewell is answered at once.
     """
 
     def __init__(self, address: str = "worker", links: "dict[str, Mailbox] | None" = None) -> None:
@@ -48,6 +49,8 @@ class Mailbox:
             raise PeerUnreachable(f"peer {peer} is gone")
         else:
             self.sent.append((peer, message))
+            if isinstance(message, Farewell):
+                self.put(Goodbye(sequence=message.sequence), peer=peer)
 
     def connect(self, address: str) -> None:
         pass

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from encoder.types import Farewell, Goodbye
 from epd.errors import StageUnavailable
 from epd.router.attempts import Event, Lost
 from epd.router.workers import Fleet
@@ -185,6 +186,22 @@ async def test_a_refused_transfer_is_a_failure_that_may_be_retried() -> None:
         fleet.close(attempt)
         assert isinstance((await prefill.expect(Submit)).message, Submit)
         await prefill.expect(Abort)
+
+
+async def test_a_farewell_is_answered_after_all_before_it_was_read_and_no_request_follows() -> None:
+    async with fleet_of(Role.BOTH) as (fleet, (hand,), clock):
+        await hand.answer_hello()
+        attempt = await fleet.submit(request(), give_up_s=clock.now_s)
+        peer = (await hand.expect(Submit)).peer
+        finish = Finish(request_id="r#1", reason=FinishReason.STOP, usage=USAGE)
+        hand.endpoint.send(peer, finish)
+        hand.endpoint.send(peer, Farewell(sequence=3))
+        assert (await hand.expect(Goodbye)).message == Goodbye(sequence=3)
+        assert await asyncio.wait_for(attempt.next_event(), 1) == finish
+        with pytest.raises(StageUnavailable, match="both"):
+            await fleet.submit(request("r#2"), give_up_s=clock.now_s)
+        fleet.close(attempt)
+        await hand.quiet()
 
 
 @pytest.mark.parametrize("how", ["disconnect", "incarnation", "silence"])
