@@ -129,7 +129,13 @@ def build_engine(
     dtype, device = _dtype(config), _device(config)
     if model is None:
         model = load_text_model(
-            config.model_dir, dtype=dtype, device=device, window_left=config.window_left, with_mtp=False
+            config.model_dir,
+            dtype=dtype,
+            device=device,
+            window_left=config.window_left,
+            with_mtp=False,
+            qkv_layout=config.qkv_layout,
+            weights=config.weights,
         ).eval()
     clock = Clock() if clock is None else clock
     layout, retention = _layout(model.config, config, dtype), _retention(config)
@@ -142,7 +148,7 @@ def build_engine(
         retention=retention,
         enabled=config.prefix_cache,
     )
-    fingerprint = kv_fingerprint(config.model_dir, layout, dtype=config.dtype)
+    fingerprint = kv_fingerprint(config.model_dir, layout, dtype=_arithmetic(config))
     identity = _identity(config, model.config, pools)
     scheduler = Scheduler(_scheduler_config(config, model.config, identity, fingerprint), cache, clock)
     mover = KvMover(storage, fingerprint=fingerprint)
@@ -196,6 +202,13 @@ def _scheduler_config(
         max_running=config.max_running,
         heal_tokens=sum(layer.window_left or 0 for layer in text.layers),
     )
+
+
+def _arithmetic(config: EngineConfig) -> str:
+    """What decides the values of KV beside the files and the layout: two workers that differ in it must not exchange."""
+    stored = config.dtype if config.weights in (None, "keep") else config.weights
+    rows = "plain" if config.qkv_layout == "plain" else "interleaved"
+    return f"{config.dtype}, matrices {stored}, qkv {rows}"
 
 
 def _dtype(config: EngineConfig) -> torch.dtype:

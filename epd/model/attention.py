@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from epd.kernels.base import AttentionContext
 from epd.model.config import LayerConfig, TextConfig
+from epd.model.packed import linear
 from epd.model.rope import Rotation, rotate
 
 
@@ -26,7 +27,10 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """One layer's attention. `qkv_proj` is plain [Q; K; V] with heads in natural order, whatever the file held."""
+    """One layer's attention. `qkv_proj` is plain [Q; K; V] with heads in natural order, whatever the file held.
+
+    Both projections may be packed, see `epd.model.packed`.
+    """
 
     def __init__(
         self, config: TextConfig, layer: LayerConfig, *, dtype: torch.dtype, device: torch.device | str
@@ -36,8 +40,10 @@ class Attention(nn.Module):
         self._spec = layer.attention
         self._value_scale = config.value_scale
         width, out_width = config.hidden_size, layer.num_heads * layer.v_dim
-        self.qkv_proj = nn.Parameter(torch.empty(sum(layer.qkv_rows), width, dtype=dtype, device=device))
-        self.o_proj = nn.Parameter(torch.empty(width, out_width, dtype=dtype, device=device))
+        self.qkv_proj: nn.Parameter | nn.Module = nn.Parameter(
+            torch.empty(sum(layer.qkv_rows), width, dtype=dtype, device=device)
+        )
+        self.o_proj: nn.Parameter | nn.Module = nn.Parameter(torch.empty(width, out_width, dtype=dtype, device=device))
         self.sink: nn.Parameter | None = None
         if layer.has_sink:
             self.sink = nn.Parameter(torch.empty(layer.num_heads, dtype=dtype, device=device))
@@ -46,10 +52,10 @@ class Attention(nn.Module):
         """Return [T, D]. `table` is the rotation of the layer's own theta at the tokens' positions."""
         layer = self.layer
         num_qk = layer.num_heads + layer.num_kv_heads
-        qk, v = torch.split(F.linear(hidden_TD, self.qkv_proj), [num_qk * layer.qk_dim, layer.qkv_rows[2]], dim=-1)
+        qk, v = torch.split(linear(hidden_TD, self.qkv_proj), [num_qk * layer.qk_dim, layer.qkv_rows[2]], dim=-1)
         turned = rotate(torch.unflatten(qk, -1, (num_qk, layer.qk_dim)), table)
         q_TNH, k_TKH = torch.split(turned, [layer.num_heads, layer.num_kv_heads], dim=1)
         # Scaled here, once: caches hold the scaled value.
         v_TKV = torch.unflatten(v, -1, (layer.num_kv_heads, layer.v_dim)) * self._value_scale
         out_TNV = context.attend(self._spec, q_TNH, k_TKH, v_TKV, self.sink)
-        return F.linear(out_TNV.flatten(1), self.o_proj)
+        return linear(out_TNV.flatten(1), self.o_proj)

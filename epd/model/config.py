@@ -163,6 +163,7 @@ class TextConfig:
             projection_layout=layout,
             num_qkv_shards=full.num_kv_heads,
             quant_block=_quant_block(keys),
+            mxfp4_block=_mxfp4_block(keys),
             initializer_range=keys.number("initializer_range", default=0.02),
         )
 
@@ -190,6 +191,7 @@ class TextConfig:
             projection_layout="split",
             num_qkv_shards=layer.num_kv_heads,
             quant_block=_quant_block(keys),
+            mxfp4_block=_mxfp4_block(keys),
             initializer_range=keys.number("initializer_range", default=0.02),
             tie_word_embeddings=keys.one_of("tie_word_embeddings", (None, False, True)) is True,
         )
@@ -327,12 +329,27 @@ def _projection_layout(keys: ConfigKeys) -> ProjectionLayout:
     return "fused_qkv" if layout == "fused_qkv" else "split"
 
 
-def _quant_block(keys: ConfigKeys) -> tuple[int, int] | None:
+def _quantization(keys: ConfigKeys) -> Mapping[str, object] | None:
     quantization = keys.get("quantization_config")
+    if quantization is not None and not isinstance(quantization, Mapping):
+        raise ConfigError(f"quantization_config: expected an object, got {quantization!r}")
+    return quantization
+
+
+def _mxfp4_block(keys: ConfigKeys) -> int | None:
+    quantization = _quantization(keys)
+    if quantization is None or quantization.get("store_dtype") != "mxfp4":
+        return None
+    block = 32 if quantization.get("mxfp4_block_size") is None else quantization["mxfp4_block_size"]
+    if not isinstance(block, int) or isinstance(block, bool) or block <= 0 or block % 2:
+        raise ConfigError(f"quantization_config.mxfp4_block_size: expected a positive even integer, got {block!r}")
+    return block
+
+
+def _quant_block(keys: ConfigKeys) -> tuple[int, int] | None:
+    quantization = _quantization(keys)
     if quantization is None:
         return None
-    if not isinstance(quantization, Mapping):
-        raise ConfigError(f"quantization_config: expected an object, got {quantization!r}")
     nested = ConfigKeys(quantization)
     nested.one_of("quant_method", ("fp8",))
     nested.one_of("store_dtype", (None, "fp8", "mxfp4"))

@@ -14,6 +14,7 @@ from epd.model.attention import Attention, RMSNorm
 from epd.model.config import LayerConfig, TextConfig
 from epd.model.moe import DenseMlp, Moe, RouterStats
 from epd.model.mtp import MtpHead
+from epd.model.packed import linear
 from epd.model.rope import Rotation, rotation
 
 
@@ -88,9 +89,14 @@ class HybridModel(nn.Module):
         """Draft heads present."""
         return len(self.mtp)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the arithmetic is in. Norms are held in it; matrices may be stored in another dtype, or packed."""
+        return self.norm.weight.dtype
+
     def embed(self, ids_T: Tensor) -> Tensor:
         """Return token embeddings [T, D]; every id must be inside the vocabulary."""
-        return F.embedding(ids_T, self.embed_tokens)
+        return F.embedding(ids_T, self.embed_tokens).to(self.dtype)
 
     def forward(
         self,
@@ -113,7 +119,7 @@ class HybridModel(nn.Module):
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Return fp32 [T, vocabulary] from normed hidden states, the trunk's or a draft head's."""
-        return F.linear(hidden_TD, self.lm_head).float()
+        return linear(hidden_TD, self.lm_head).float()
 
     def draft(
         self, k: int, token_hidden_TD: Tensor, hidden_TD: Tensor, positions_T: Tensor, attention: AttentionContext

@@ -1,13 +1,16 @@
-"""Feed-forward blocks: the dense SwiGLU and the routed experts.
+"""Feed-forward blocks: the dense SwiGLU and the routed experts. Matrices may be packed, see `epd.model.packed`.
 
 Shape letters: T tokens, D hidden width, I inner width, E experts, A experts per token.
 """
+
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from epd.model.config import MoeConfig
+from epd.model.packed import linear
 
 
 class RouterStats:
@@ -35,24 +38,37 @@ class DenseMlp(nn.Module):
 
     def __init__(self, hidden_size: int, inner_size: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
-        self.gate_up = nn.Parameter(torch.empty(2 * inner_size, hidden_size, dtype=dtype, device=device))
-        self.down = nn.Parameter(torch.empty(hidden_size, inner_size, dtype=dtype, device=device))
+        self.inner_size = inner_size
+        self.gate_up: nn.Parameter | nn.Module = nn.Parameter(
+            torch.empty(2 * inner_size, hidden_size, dtype=dtype, device=device)
+        )
+        self.down: nn.Parameter | nn.Module = nn.Parameter(
+            torch.empty(hidden_size, inner_size, dtype=dtype, device=device)
+        )
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
         return _swiglu(hidden_TD, self.gate_up, self.down)
 
 
 class Moe(nn.Module):
-    """Routed experts. Router weight and correction bias are fp32 whatever the model's dtype is."""
+    """Routed experts. Router weight and correction bias are fp32 whatever the model's dtype is.
+
+    `gate_up` is [E, 2I, D] and `down` [E, D, I]; packed, each is a list of E matrices.
+    """
 
     correction_bias: Tensor
 
     def __init__(self, hidden_size: int, config: MoeConfig, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
         self._config = config
-        num_experts, inner_size = config.num_experts, config.intermediate_size
-        self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * inner_size, hidden_size, dtype=dtype, device=device))
-        self.down = nn.Parameter(torch.empty(num_experts, hidden_size, inner_size, dtype=dtype, device=device))
+        self.num_experts, self.inner_size = config.num_experts, config.intermediate_size
+        num_experts, inner_size = self.num_experts, self.inner_size
+        self.gate_up: nn.Parameter | nn.ModuleList = nn.Parameter(
+            torch.empty(num_experts, 2 * inner_size, hidden_size, dtype=dtype, device=device)
+        )
+        self.down: nn.Parameter | nn.ModuleList = nn.Parameter(
+            torch.empty(num_experts, hidden_size, inner_size, dtype=dtype, device=device)
+        )
         self.router = nn.Parameter(torch.empty(num_experts, hidden_size, dtype=torch.float32, device=device))
         # A buffer: balancing moves it by counting, never by gradient.
         self.register_buffer("correction_bias", torch.empty(num_experts, dtype=torch.float32, device=device))
@@ -67,8 +83,7 @@ class Moe(nn.Module):
         order = expert_of_row.argsort(stable=True)
         token_of_row = order // self._config.num_experts_per_token
         rows = torch.split(hidden_TD.index_select(0, token_of_row), counts_E.tolist())
-        # unbind, not indexing: the backward of one index fills a zero tensor as large as all experts.
-        experts = zip(rows, self.gate_up.unbind(0), self.down.unbind(0), strict=True)
+        experts = zip(rows, _matrices(self.gate_up), _matrices(self.down), strict=True)
         out_rows = torch.cat([_swiglu(x, gate_up, down) for x, gate_up, down in experts if x.shape[0]])
         weighted = out_rows.float() * weight_TA.flatten().index_select(0, order)[:, None]
         out_TD = torch.zeros(hidden_TD.shape, dtype=torch.float32, device=hidden_TD.device)
@@ -114,6 +129,11 @@ class Moe(nn.Module):
         return choice_TGE.masked_fill(~is_kept_TG[..., None], float("-inf")).flatten(1)
 
 
-def _swiglu(x_TD: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    gate, up = F.linear(x_TD, gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, down)
+def _matrices(experts: Tensor | nn.ModuleList) -> Iterable[Tensor | nn.Module]:
+    # unbind, not indexing: the backward of one index fills a zero tensor as large as all experts.
+    return experts.unbind(0) if isinstance(experts, Tensor) else experts
+
+
+def _swiglu(x_TD: Tensor, gate_up: Tensor | nn.Module, down: Tensor | nn.Module) -> Tensor:
+    gate, up = linear(x_TD, gate_up).chunk(2, dim=-1)
+    return linear(F.silu(gate) * up, down)

@@ -4,13 +4,13 @@ Shape letters: T tokens, D hidden width.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from epd.kernels.base import AttentionContext
 from epd.model.attention import Attention, RMSNorm
 from epd.model.config import LayerConfig, TextConfig
 from epd.model.moe import DenseMlp
+from epd.model.packed import linear
 from epd.model.rope import Rotation
 
 
@@ -25,7 +25,7 @@ class MtpHead(nn.Module):
         self.layer = layer
         self.enorm = RMSNorm(width, eps, dtype=dtype, device=device)
         self.hnorm = RMSNorm(width, eps, dtype=dtype, device=device)
-        self.eh_proj = nn.Parameter(torch.empty(width, 2 * width, dtype=dtype, device=device))
+        self.eh_proj: nn.Parameter | nn.Module = nn.Parameter(torch.empty(width, 2 * width, dtype=dtype, device=device))
         self.input_layernorm = RMSNorm(width, eps, dtype=dtype, device=device)
         self.self_attn = Attention(config, layer, dtype=dtype, device=device)
         self.pre_mlp_layernorm = RMSNorm(width, eps, dtype=dtype, device=device)
@@ -35,7 +35,7 @@ class MtpHead(nn.Module):
     def forward(self, token_TD: Tensor, hidden_TD: Tensor, table: Rotation, attention: AttentionContext) -> Tensor:
         """Return [T, D] after the final norm, from token embeddings and the trunk's normed hidden states."""
         joined = torch.cat([self.enorm(token_TD), self.hnorm(hidden_TD)], dim=-1)
-        x_TD = F.linear(joined, self.eh_proj)
+        x_TD = linear(joined, self.eh_proj)
         x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), table, attention)
         x_TD = x_TD + self.mlp(self.pre_mlp_layernorm(x_TD))
         normed: Tensor = self.final_layernorm(x_TD)

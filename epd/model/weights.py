@@ -1,59 +1,60 @@
-"""Weight files in the Hugging Face layout: reading them into a `HybridModel` and naming a model's tensors for writing.
+"""Weight files in the Hugging Face layout: reading them into a `HybridModel`, and a model's tensors for writing.
 
-The model's parameters have one form; files have several (apart or fused q, k, v; fp8 blocks or plain). Both directions
-go through `file_slots`, which says for each file tensor which part of which parameter it is. Reading streams: one file
-tensor at a time is in memory besides the model.
+What each file tensor is part of is `epd.model.slots`' business; how it is stored is decided by the tensor itself: its
+dtype and whether it has scales, never a list of names. Reading streams: the model is laid out without touching its
+memory, headers are compared with it, then bytes go from the files into place, a few megabytes at a time where they
+have to be converted on the way. Memory in use is the final tensors and that piece.
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
-from epd.model.attention import Attention
+from encoder.checkpoint import CheckpointError, FileTensor, TensorReader, find_tensors, shown
+from epd.config import QkvLayout, WeightStorage
+from epd.kernels.quantized import dequantize_fp8, dequantize_mxfp4
 from epd.model.config import TextConfig
-from epd.model.hybrid import DecoderLayer, HybridModel
-from epd.model.moe import DenseMlp, Moe
-from epd.model.mtp import MtpHead
+from epd.model.hybrid import HybridModel
+from epd.model.packed import Fp8Rows, Mxfp4Rows, PackedMatrix, PlainRows, Rows
+from epd.model.slots import (
+    MTP_PREFIX,
+    FileSlot,
+    Fused,
+    file_slots,
+    is_router,
+    mxfp4_scale_name,
+    scale_name,
+    scale_shape,
+)
 
-QkvLayout = Literal["auto", "interleaved", "plain"]
+Form = Literal["plain", "fp8", "mxfp4"]
 
 _TOWER_PREFIXES = ("visual.", "audio_encoder.", "speech_embeddings.")
-_MTP_PREFIX = "model.mtp."
-_FP8 = "F8_E4M3"
-_PLAIN_DTYPES = ("F32", "BF16", "F16")
-_NUM_NAMES_SHOWN = 50
+_PLAIN_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_EXPONENT_DTYPES = {"U8": torch.uint8, "F8_E8M0": torch.uint8}
+_DTYPES = _PLAIN_DTYPES | _EXPONENT_DTYPES | {"F8_E4M3": torch.float8_e4m3fn}
+# Elements converted at a time, 16 MiB in fp32.
+_PIECE_ELEMENTS = 4 << 20
 
 
-class WeightsError(ValueError):
-    """A weight directory does not hold exactly the tensors the configuration calls for. The message names them."""
-
-
-@dataclass(frozen=True, slots=True)
-class FileSlot:
-    """The part of a parameter one file tensor fills, or is read from; `target` is a view, shaped like the file tensor.
-
-    `shard_rows`, for a fused projection stored shard by shard, is the query, key and value rows of one shard.
-    """
-
-    target: Tensor
-    num_shards: int = 1
-    shard_rows: tuple[int, int, int] | None = None
+class WeightsError(CheckpointError):
+    """A checkpoint does not hold exactly the tensors the configuration calls for. The message names them."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    """What a file's header says of one tensor."""
+class _Source:
+    """One file tensor on its way: where it lies, where it belongs, how it is stored and, if quantised, its scales."""
 
-    file: str
-    shape: tuple[int, ...]
-    dtype: str
+    slot: FileSlot
+    tensor: FileTensor
+    form: Form
+    scale: FileTensor | None
 
 
 def load_text_model(
@@ -64,32 +65,33 @@ def load_text_model(
     window_left: int | None = None,
     with_mtp: bool = True,
     qkv_layout: QkvLayout = "auto",
+    weights: WeightStorage | None = None,
 ) -> HybridModel:
     """Load the text model and, with `with_mtp`, as many draft heads as the files hold. Tower tensors are passed over.
 
+    `dtype` is that of the arithmetic, of norms and sinks, and of matrices unless `weights` says otherwise: "bfloat16"
+    and "float32" are what matrices are dequantised to on load, "keep" leaves quantised ones as they are in the files,
+    to be dequantised each time they are used. Routers are fp32 in any case.
     `qkv_layout` says how fused q, k, v rows lie in the files: shard by shard ("interleaved", what "auto" means for
     them) or as plain [Q; K; V], as some re-exports hold under the same name and shape. It is never guessed.
-    fp8 blocks are dequantised. Raises ConfigError, or WeightsError naming every tensor that is missing, unexpected, of
-    the wrong shape or of a dtype that is not implemented.
+    Raises ConfigError, CheckpointError for files that are missing or damaged, or WeightsError naming every tensor that
+    is missing, unexpected, of the wrong shape or of a dtype that is not implemented.
     """
-    config_hf = json.loads((model_dir / "config.json").read_text())
-    config = TextConfig.from_hf(config_hf, window_left)
-    if config.projection_layout == "split" and qkv_layout != "auto":
-        raise WeightsError(f"qkv_layout {qkv_layout!r} applies to fused projections, the files hold q, k, v apart")
-    fused = None if config.projection_layout == "split" else "interleaved" if qkv_layout == "auto" else qkv_layout
-    with ExitStack() as stack:
-        files = {p.name: stack.enter_context(safe_open(p, framework="pt")) for p in _weight_files(model_dir)}
-        entries = {name: entry for name, entry in _entries(files) if not name.startswith(_TOWER_PREFIXES)}
-        if not with_mtp:
-            entries = {name: entry for name, entry in entries.items() if not name.startswith(_MTP_PREFIX)}
-        model = HybridModel(config, _num_mtp_layers(entries), dtype=dtype, device=device)
-        slots = dict(file_slots(model, fused))
-        _check(entries, slots, config)
-        for name, entry in entries.items():
-            if name in slots:
-                scales = scale_name(name)
-                scale = files[entries[scales].file].get_tensor(scales) if entry.dtype == _FP8 else None
-                _fill(slots[name], files[entry.file].get_tensor(name), scale, config.quant_block)
+    config = TextConfig.from_hf(json.loads((model_dir / "config.json").read_text()), window_left)
+    fused = _fused(config, qkv_layout)
+    passed_over = _TOWER_PREFIXES if with_mtp else (*_TOWER_PREFIXES, MTP_PREFIX)
+    tensors = find_tensors(model_dir, lambda name: not name.startswith(passed_over))
+    model = HybridModel(config, _num_mtp_layers(tensors), dtype=dtype, device="meta")
+    sources = _sources(tensors, dict(file_slots(model, fused)), config)
+    pieces = _pack(sources.values(), config, dtype, device) if weights == "keep" else {}
+    matrix_dtype = dtype if weights in (None, "keep") else _PLAIN_DTYPES["F32" if weights == "float32" else "BF16"]
+    _allocate(model, sources, matrix_dtype, device)
+    with TensorReader() as reader:
+        for name, source in sorted(sources.items(), key=lambda item: (item[1].tensor.file, item[1].tensor.offset)):
+            if name in pieces:
+                _fill_piece(reader, source, pieces[name], config)
+            else:
+                _copy_rows(reader, source.slot, source.tensor, source.slot.target, _converter(reader, source, config))
     return model
 
 
@@ -97,173 +99,208 @@ def export_text_state(model: HybridModel, dtype: torch.dtype = torch.bfloat16) -
     """Return contiguous CPU copies under Hugging Face names: q, k, v apart, one tensor per expert matrix.
 
     Everything is `dtype` but routers and correction biases, which stay fp32. The `config.json` beside them must name
-    the "split" `attention_projection_layout`.
+    the "split" `attention_projection_layout`. The model must not have been loaded with weights kept packed.
     """
     return {
-        name: slot.target.detach().to("cpu", torch.float32 if _is_router(name) else dtype, copy=True).contiguous()
+        name: slot.target.to("cpu", torch.float32 if is_router(name) else dtype, copy=True).contiguous()
         for name, slot in file_slots(model, None)
     }
 
 
-def dequantize(weight: Tensor, scale: Tensor, *, block: tuple[int, int], num_shards: int = 1) -> Tensor:
-    """Return the fp32 [rows, columns] matrix of fp8 blocks.
-
-    `scale` is fp32 [num_shards * ceil(rows per shard / block rows), ceil(columns / block columns)]: in a matrix stored
-    shard by shard the blocks start anew at each shard's first row. The scale multiplies, whatever its name says.
-    """
-    rows, columns = weight.shape
-    shard_rows = rows // num_shards
-    scale_SBC = torch.unflatten(scale, 0, (num_shards, -1)).repeat_interleave(block[0], dim=1)[:, :shard_rows]
-    full_scale = scale_SBC.repeat_interleave(block[1], dim=2)[..., :columns].reshape(rows, columns)
-    return weight.float() * full_scale
+def _fused(config: TextConfig, qkv_layout: QkvLayout) -> Fused:
+    if config.projection_layout == "split":
+        if qkv_layout != "auto":
+            raise WeightsError(f"qkv_layout {qkv_layout!r} applies to fused projections, the files hold q, k, v apart")
+        return None
+    return "interleaved" if qkv_layout == "auto" else qkv_layout
 
 
-def _weight_files(model_dir: Path) -> list[Path]:
-    """Return the weight files, by the index where there is one."""
-    index = model_dir / "model.safetensors.index.json"
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
-        if (model_dir / "model_mtp.safetensors").exists():
-            names.append("model_mtp.safetensors")
-    absent = [name for name in names if not (model_dir / name).exists()]
-    if absent:
-        raise WeightsError(f"weight files are missing from {model_dir.name}: {', '.join(absent)}")
-    return [model_dir / name for name in names]
-
-
-def _entries(files: dict[str, Any]) -> Iterator[tuple[str, _Entry]]:
-    for file_name, file in files.items():
-        for name in file.keys():  # noqa: SIM118 (a safetensors handle is not iterable)
-            header = file.get_slice(name)
-            yield name, _Entry(file=file_name, shape=tuple(header.get_shape()), dtype=header.get_dtype())
-
-
-def _num_mtp_layers(entries: dict[str, _Entry]) -> int:
+def _num_mtp_layers(names: Iterable[str]) -> int:
     """Count the draft heads: the configuration does not say."""
-    indices = {int(name.split(".")[3]) for name in entries if name.startswith(f"{_MTP_PREFIX}layers.")}
-    return max(indices, default=-1) + 1
+    indices = {name.split(".")[3] for name in names if name.startswith(f"{MTP_PREFIX}layers.")}
+    return max((int(index) for index in indices if index.isdecimal()), default=-1) + 1
 
 
-def _check(entries: dict[str, _Entry], slots: dict[str, FileSlot], config: TextConfig) -> None:
-    """Compare the headers with what the model needs, before any tensor is read."""
-    needed = {name: tuple(slot.target.shape) for name, slot in slots.items()}
+def _sources(tensors: dict[str, FileTensor], slots: dict[str, FileSlot], config: TextConfig) -> dict[str, _Source]:
+    """Compare the headers with what the model needs, before any tensor is read. Raises WeightsError."""
+    needed: dict[str, tuple[int, ...]] = {}
     dtypes = []
+    sources = {}
     for name, slot in slots.items():
-        entry = entries.get(name)
-        if entry is not None and entry.dtype == _FP8 and config.quant_block is not None and len(entry.shape) == 2:
-            needed[scale_name(name)] = scale_shape(slot, config.quant_block)
-        elif entry is not None and entry.dtype not in _PLAIN_DTYPES:
-            dtypes.append(f"{name} ({entry.dtype})")
+        shape = tuple(slot.target.shape)
+        needed[name] = shape
+        tensor = tensors.get(name)
+        if tensor is None:
+            continue
+        form, scale, scale_dtypes = _form(tensor, len(shape), config), None, _PLAIN_DTYPES
+        if form == "fp8":
+            assert config.quant_block is not None
+            scale, needed[scale_name(name)] = scale_name(name), scale_shape(slot, config.quant_block)
+        elif form == "mxfp4":
+            assert config.mxfp4_block is not None
+            needed[name] = shape[0], shape[1] // 2
+            scale, scale_dtypes = mxfp4_scale_name(name), _EXPONENT_DTYPES
+            needed[scale] = shape[0], -(-shape[1] // config.mxfp4_block)
+        if form is None:
+            dtypes.append(f"{name} ({tensor.dtype})")
+        if scale in tensors and tensors[scale].dtype not in scale_dtypes:
+            dtypes.append(f"{scale} ({tensors[scale].dtype})")
+        sources[name] = _Source(slot, tensor, form or "plain", None if scale is None else tensors.get(scale))
+    _refuse_mismatch(tensors, needed, dtypes)
+    return sources
+
+
+def _form(tensor: FileTensor, num_dims: int, config: TextConfig) -> Form | None:
+    """How a tensor is stored, by its dtype; None for one that is not implemented, or not with this configuration."""
+    if tensor.dtype in _PLAIN_DTYPES:
+        return "plain"
+    if tensor.dtype == "F8_E4M3" and config.quant_block is not None and num_dims == 2:
+        return "fp8"
+    if tensor.dtype == "U8" and config.mxfp4_block is not None and num_dims == 2:
+        return "mxfp4"
+    return None
+
+
+def _refuse_mismatch(tensors: dict[str, FileTensor], needed: dict[str, tuple[int, ...]], dtypes: list[str]) -> None:
     shapes = [
-        f"{name} (expected {list(shape)}, found {list(entries[name].shape)})"
+        f"{name} (expected {list(shape)}, found {list(tensors[name].shape)})"
         for name, shape in needed.items()
-        if name in entries and entries[name].shape != shape
+        if name in tensors and tensors[name].shape != shape
     ]
     problems = {
-        "missing": sorted(needed.keys() - entries.keys()),
-        "unexpected": sorted(entries.keys() - needed.keys()),
+        "missing": sorted(needed.keys() - tensors.keys()),
+        "unexpected": sorted(tensors.keys() - needed.keys()),
         "of the wrong shape": shapes,
         "of a dtype that is not implemented": dtypes,
     }
-    lines = [f"{len(names)} {kind}: {_shown(names)}" for kind, names in problems.items() if names]
+    lines = [f"{len(names)} {kind}: {shown(names)}" for kind, names in problems.items() if names]
     if lines:
         raise WeightsError("weight files do not match the configuration\n" + "\n".join(lines))
 
 
-def _shown(names: list[str]) -> str:
-    more = len(names) - _NUM_NAMES_SHOWN
-    return ", ".join(names[:_NUM_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+def _pack(
+    sources: Iterable[_Source], config: TextConfig, dtype: torch.dtype, device: torch.device | str
+) -> dict[str, Rows]:
+    """Replace every matrix of which some part is quantised by packed ones; return their empty pieces by file name."""
+    matrices: dict[tuple[nn.Module, str], dict[int | None, list[_Source]]] = {}
+    for source in sources:
+        if source.slot.may_pack:
+            parts = matrices.setdefault((source.slot.owner, source.slot.attribute), {})
+            parts.setdefault(source.slot.expert, []).append(source)
+    pieces: dict[str, Rows] = {}
+    for (owner, attribute), experts in matrices.items():
+        if all(source.form == "plain" for source in chain.from_iterable(experts.values())):
+            continue
+        packed: dict[int | None, PackedMatrix] = {}
+        for expert, parts_of in experts.items():
+            rows = {source.tensor.name: _empty_piece(source, config, dtype, device) for source in parts_of}
+            packed[expert] = PackedMatrix(list(rows.values()))
+            pieces |= rows
+        delattr(owner, attribute)
+        setattr(owner, attribute, packed[None] if None in packed else nn.ModuleList(packed.values()))
+    return pieces
 
 
-def scale_name(name: str) -> str:
-    """Return the name of an fp8 tensor's scales."""
-    return f"{name}_scale_inv"
+def _empty_piece(source: _Source, config: TextConfig, dtype: torch.dtype, device: torch.device | str) -> Rows:
+    shape = source.tensor.shape
+    if source.scale is None:
+        return PlainRows(torch.empty(shape, dtype=dtype, device=device))
+    weight = torch.empty(shape, dtype=_DTYPES[source.tensor.dtype], device=device)
+    if source.form == "mxfp4":
+        assert config.mxfp4_block is not None
+        exponents = torch.empty(source.scale.shape, dtype=torch.uint8, device=device)
+        return Mxfp4Rows(weight, exponents, block_columns=config.mxfp4_block)
+    assert config.quant_block is not None
+    scale = torch.empty(source.scale.shape, dtype=torch.float32, device=device)
+    scale_row = torch.empty(shape[0], dtype=torch.int32, device=device)
+    return Fp8Rows(weight, scale, scale_row, block_columns=config.quant_block[1])
 
 
-def scale_shape(slot: FileSlot, block: tuple[int, int]) -> tuple[int, int]:
-    """Return the shape of a slot's scales; blocks start anew at each shard."""
-    rows, columns = slot.target.shape
-    shard_rows = rows // slot.num_shards
-    return slot.num_shards * -(-shard_rows // block[0]), -(-columns // block[1])
+def _allocate(
+    model: HybridModel, sources: dict[str, _Source], matrix_dtype: torch.dtype, device: torch.device | str
+) -> None:
+    """Give everything that is not packed memory, untouched. What is shared under two names stays shared."""
+    routers = {(s.slot.owner, s.slot.attribute) for name, s in sources.items() if is_router(name)}
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for attribute, old in chain(module._parameters.items(), module._buffers.items()):
+            if old is None or not old.is_meta:
+                continue
+            if old not in made:
+                is_matrix = old.dim() > 1 and (module, attribute) not in routers
+                new = torch.empty(old.shape, dtype=matrix_dtype if is_matrix else old.dtype, device=device)
+                made[old] = nn.Parameter(new) if isinstance(old, nn.Parameter) else new
+            setattr(module, attribute, made[old])
 
 
-def _is_router(name: str) -> bool:
-    return name.endswith((".mlp.gate.weight", ".mlp.gate.e_score_correction_bias"))
+def _fill_piece(reader: TensorReader, source: _Source, piece: Rows, config: TextConfig) -> None:
+    slot, tensor = source.slot, source.tensor
+    _copy_rows(reader, slot, tensor, piece.weight, None)
+    if isinstance(piece, Mxfp4Rows):
+        assert source.scale is not None
+        _copy_rows(reader, slot, source.scale, piece.scale, None)
+    elif isinstance(piece, Fp8Rows):
+        assert source.scale is not None
+        assert config.quant_block is not None
+        piece.scale.copy_(_read_rows(reader, source.scale, 0, source.scale.shape[0]))
+        for run in slot.runs(tensor.shape[0]):
+            scale_row = slot.scale_rows(
+                run.file_row, run.num_rows, rows=tensor.shape[0], block_rows=config.quant_block[0]
+            )
+            piece.scale_row[run.slot_row : run.slot_row + run.num_rows].copy_(scale_row)
 
 
-@torch.no_grad()
-def _fill(slot: FileSlot, value: Tensor, scale: Tensor | None, block: tuple[int, int] | None) -> None:
-    if scale is not None:
-        assert block is not None
-        value = dequantize(value, scale, block=block, num_shards=slot.num_shards)
-    if slot.shard_rows is not None:
-        sharded = torch.unflatten(value, 0, (slot.num_shards, -1))
-        value = torch.cat([part.flatten(0, 1) for part in torch.split(sharded, list(slot.shard_rows), dim=1)])
-    slot.target.copy_(value)
+def _converter(reader: TensorReader, source: _Source, config: TextConfig) -> Callable[[Tensor, int], Tensor] | None:
+    """What to do with rows of a quantised tensor, given the number of the first; None for a plain one."""
+    if source.scale is None:
+        return None
+    slot, num_rows = source.slot, source.tensor.shape[0]
+    scale = _read_rows(reader, source.scale, 0, source.scale.shape[0])
+    if source.form == "mxfp4":
+        mxfp4_block = config.mxfp4_block
+        assert mxfp4_block is not None
+        return lambda rows, start: dequantize_mxfp4(rows, scale[start : start + len(rows)], block_columns=mxfp4_block)
+    assert config.quant_block is not None
+    block_rows, block_columns = config.quant_block
+
+    def from_fp8(rows: Tensor, start: int) -> Tensor:
+        scale_row = slot.scale_rows(start, len(rows), rows=num_rows, block_rows=block_rows)
+        return dequantize_fp8(rows, scale.float().index_select(0, scale_row), block_columns=block_columns)
+
+    return from_fp8
 
 
-def file_slots(model: HybridModel, fused: Literal["interleaved", "plain"] | None) -> Iterator[tuple[str, FileSlot]]:
-    """Yield (file name, slot) of every tensor. `fused` None means q, k, v apart."""
-    yield "model.embed_tokens.weight", FileSlot(model.embed_tokens)
-    for i, layer in enumerate(model.layers):
-        assert isinstance(layer, DecoderLayer)
-        prefix = f"model.layers.{i}"
-        yield f"{prefix}.input_layernorm.weight", FileSlot(layer.input_layernorm.weight)
-        yield from _attention_slots(f"{prefix}.self_attn", layer.self_attn, model.config, fused)
-        yield f"{prefix}.post_attention_layernorm.weight", FileSlot(layer.post_attention_layernorm.weight)
-        if isinstance(layer.mlp, Moe):
-            yield from _moe_slots(f"{prefix}.mlp", layer.mlp)
-        else:
-            yield from _mlp_slots(f"{prefix}.mlp", layer.mlp)
-    yield "model.norm.weight", FileSlot(model.norm.weight)
-    if not model.config.tie_word_embeddings:
-        yield "lm_head.weight", FileSlot(model.lm_head)
-    for k, head in enumerate(model.mtp):
-        assert isinstance(head, MtpHead)
-        prefix = f"{_MTP_PREFIX}layers.{k}"
-        yield f"{prefix}.enorm.weight", FileSlot(head.enorm.weight)
-        yield f"{prefix}.hnorm.weight", FileSlot(head.hnorm.weight)
-        yield f"{prefix}.eh_proj.weight", FileSlot(head.eh_proj)
-        yield f"{prefix}.input_layernorm.weight", FileSlot(head.input_layernorm.weight)
-        yield from _attention_slots(f"{prefix}.self_attn", head.self_attn, model.config, fused)
-        yield f"{prefix}.pre_mlp_layernorm.weight", FileSlot(head.pre_mlp_layernorm.weight)
-        yield from _mlp_slots(f"{prefix}.mlp", head.mlp)
-        yield f"{prefix}.final_layernorm.weight", FileSlot(head.final_layernorm.weight)
+def _copy_rows(
+    reader: TensorReader,
+    slot: FileSlot,
+    tensor: FileTensor,
+    target: Tensor,
+    convert: Callable[[Tensor, int], Tensor] | None,
+) -> None:
+    """Read a file tensor into the rows of `target` where the slot puts them."""
+    row_elements = max(1, target[:1].numel())
+    rows_at_once = max(1, _PIECE_ELEMENTS // row_elements)
+    is_as_stored = convert is None and target.dtype == _DTYPES[tensor.dtype] and target.device.type == "cpu"
+    row_bytes = tensor.size_bytes // tensor.shape[0]
+    for run in slot.runs(tensor.shape[0]):
+        rows = target[run.slot_row : run.slot_row + run.num_rows]
+        if is_as_stored and rows.is_contiguous():
+            reader.read_into(tensor, _bytes_of(rows), start_byte=run.file_row * row_bytes)
+            continue
+        for done in range(0, run.num_rows, rows_at_once):
+            start = run.file_row + done
+            piece = _read_rows(reader, tensor, start, min(rows_at_once, run.num_rows - done))
+            converted = piece if convert is None else convert(piece, start)
+            rows[done : done + len(piece)].copy_(converted)
 
 
-def _attention_slots(
-    prefix: str, attention: Attention, config: TextConfig, fused: Literal["interleaved", "plain"] | None
-) -> Iterator[tuple[str, FileSlot]]:
-    rows = attention.layer.qkv_rows
-    if fused == "interleaved":
-        shards = config.num_qkv_shards
-        shard_rows = rows[0] // shards, rows[1] // shards, rows[2] // shards
-        yield f"{prefix}.qkv_proj.weight", FileSlot(attention.qkv_proj, num_shards=shards, shard_rows=shard_rows)
-    elif fused == "plain":
-        yield f"{prefix}.qkv_proj.weight", FileSlot(attention.qkv_proj)
-    else:
-        for kind, part in zip("qkv", torch.split(attention.qkv_proj.detach(), list(rows)), strict=True):
-            yield f"{prefix}.{kind}_proj.weight", FileSlot(part)
-    yield f"{prefix}.o_proj.weight", FileSlot(attention.o_proj)
-    if attention.sink is not None:
-        yield f"{prefix}.attention_sink_bias", FileSlot(attention.sink)
+def _read_rows(reader: TensorReader, tensor: FileTensor, start: int, num_rows: int) -> Tensor:
+    """Return rows of a tensor on the CPU, as they are stored."""
+    rows = torch.empty((num_rows, *tensor.shape[1:]), dtype=_DTYPES[tensor.dtype])
+    reader.read_into(tensor, _bytes_of(rows), start_byte=start * (tensor.size_bytes // tensor.shape[0]))
+    return rows
 
 
-def _mlp_slots(prefix: str, mlp: DenseMlp) -> Iterator[tuple[str, FileSlot]]:
-    yield from _swiglu_slots(prefix, mlp.gate_up.detach(), mlp.down.detach())
-
-
-def _moe_slots(prefix: str, moe: Moe) -> Iterator[tuple[str, FileSlot]]:
-    yield f"{prefix}.gate.weight", FileSlot(moe.router)
-    yield f"{prefix}.gate.e_score_correction_bias", FileSlot(moe.correction_bias)
-    for e, (gate_up, down) in enumerate(zip(moe.gate_up.detach(), moe.down.detach(), strict=True)):
-        yield from _swiglu_slots(f"{prefix}.experts.{e}", gate_up, down)
-
-
-def _swiglu_slots(prefix: str, gate_up: Tensor, down: Tensor) -> Iterator[tuple[str, FileSlot]]:
-    gate, up = gate_up.chunk(2)
-    yield f"{prefix}.gate_proj.weight", FileSlot(gate)
-    yield f"{prefix}.up_proj.weight", FileSlot(up)
-    yield f"{prefix}.down_proj.weight", FileSlot(down)
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -6,15 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from epd.config import QkvLayout
 from epd.model.config import TextConfig
 from epd.model.hybrid import HybridModel
-from epd.model.weights import QkvLayout, WeightsError, dequantize, export_text_state, load_text_model
+from epd.model.slots import FileSlot, RowRun
+from epd.model.weights import CheckpointError, WeightsError, export_text_state, load_text_model
+from tests.fakes.quantized_files import QUANT, fuse, quantize_state
 from tests.fakes.tiny_text import CONFIG, tiny_model
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "text"
-QUANT = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "store_dtype": "fp8"}
 # Two layers, one full and one window, keep the files small.
 SMALL: dict[str, object] = {"num_hidden_layers": 2, "hybrid_layer_pattern": [0, 1], "moe_layer_freq": [0, 1]}
 
@@ -31,41 +33,6 @@ def write(model_dir: Path, state: dict[str, Tensor], **changes: object) -> Path:
     (model_dir / "config.json").write_text(json.dumps(CONFIG | SMALL | changes))
     save_file(state, model_dir / "model.safetensors")
     return model_dir
-
-
-def fuse(state: dict[str, Tensor], *, num_shards: int) -> dict[str, Tensor]:
-    """Replace q, k, v by one matrix of `num_shards` shards of [Q_s; K_s; V_s]; one shard is the plain form."""
-    fused = dict(state)
-    for name in [name for name in state if name.endswith("q_proj.weight")]:
-        parts = [fused.pop(name.replace("q_proj", f"{kind}_proj")).chunk(num_shards) for kind in "qkv"]
-        rows = [part[s] for s in range(num_shards) for part in parts]
-        fused[name.replace("q_proj", "qkv_proj")] = torch.cat(rows)
-    return fused
-
-
-def quantize(weight: Tensor, *, num_shards: int) -> tuple[Tensor, Tensor]:
-    """Quantise block by block, written as loops: 128 x 128 blocks that start anew at each shard."""
-    quantized, scales = torch.empty_like(weight, dtype=torch.float8_e4m3fn), []
-    shard_rows = weight.shape[0] // num_shards
-    for shard in range(num_shards):
-        for row in range(0, shard_rows, 128):
-            top, bottom = shard * shard_rows + row, shard * shard_rows + min(row + 128, shard_rows)
-            scale_row = []
-            for left in range(0, weight.shape[1], 128):
-                block = weight[top:bottom, left : left + 128].float()
-                scale_row.append(block.abs().max() / 448)
-                quantized[top:bottom, left : left + 128] = (block / scale_row[-1]).to(torch.float8_e4m3fn)
-            scales.append(torch.stack(scale_row))
-    return quantized, torch.stack(scales)
-
-
-def quantize_state(state: dict[str, Tensor], *, num_shards: int) -> dict[str, Tensor]:
-    out = dict(state)
-    for name, weight in state.items():
-        if name.endswith(("qkv_proj.weight", "gate_proj.weight", "up_proj.weight", "down_proj.weight")):
-            shards = num_shards if "qkv" in name else 1
-            out[name], out[f"{name}_scale_inv"] = quantize(weight, num_shards=shards)
-    return out
 
 
 def assert_same(actual: HybridModel, expected: HybridModel) -> None:
@@ -127,14 +94,14 @@ def test_fp8_round_trip(tmp_path: Path, layout: QkvLayout, num_shards: int) -> N
         torch.testing.assert_close(loaded[name], expected, atol=tolerance, rtol=0)
 
 
-def test_dequantize_is_the_formula() -> None:
-    weight = torch.randn(2 * 5, 7).to(torch.float8_e4m3fn)
-    scale = torch.rand(2 * 3, 2)
-    out = dequantize(weight, scale, block=(2, 4), num_shards=2)
-    for r in range(10):
-        for c in range(7):
-            expected = weight[r, c].float() * scale[r // 5 * 3 + r % 5 // 2, c // 4]
-            assert float(out[r, c]) == float(expected)
+def test_rows_and_scales_of_shards() -> None:
+    """Two shards of five rows, blocks of two: a shard's blocks start at its own first row, its last one is partial."""
+    slot = FileSlot(nn.Module(), "qkv_proj", num_shards=2, shard_rows=(3, 1, 1))
+    assert slot.scale_rows(0, 10, rows=10, block_rows=2).tolist() == [0, 0, 1, 1, 2, 3, 3, 4, 4, 5]
+    assert slot.scale_rows(4, 3, rows=10, block_rows=2).tolist() == [2, 3, 3]
+    order = [(0, 0, 3), (3, 6, 1), (4, 8, 1), (5, 3, 3), (8, 7, 1), (9, 9, 1)]
+    assert list(slot.runs(10)) == [RowRun(*run) for run in order]
+    assert list(FileSlot(nn.Module(), "o_proj").runs(10)) == [RowRun(0, 0, 10)]
 
 
 def test_shards_of_the_index_and_towers_and_heads(tmp_path: Path) -> None:
@@ -154,7 +121,7 @@ def test_shards_of_the_index_and_towers_and_heads(tmp_path: Path) -> None:
     assert_same(load_text_model(tmp_path), model)
     assert load_text_model(tmp_path, with_mtp=False).num_mtp_layers == 0
     (tmp_path / "part1.safetensors").unlink()
-    with pytest.raises(WeightsError, match=r"missing from .*part1\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"part1\.safetensors is missing: .* says it holds .*model\."):
         load_text_model(tmp_path)
 
 
