@@ -166,13 +166,16 @@ class AnswerReader:
         tools: Mapping[str, Mapping[str, Any]] | None = conversation.tool_schemas
         self._parser = AnswerParser(tools=tools, in_reasoning=prompt.opens_reasoning)
         self._assembled = assembled
+        self._single_call = body.parallel_tool_calls is False
         self._num_reasoning_tokens = 0
         self._has_tool_calls = False
         self.num_tokens = 0
 
     @property
     def stopped(self) -> bool:
-        return self._stops.matched is not None
+        """The answer ends here whatever the worker still writes: at a stop string (they are looked for in all that the
+        model writes, reasoning and calls included), or at the first call where the client wants one at most."""
+        return self._stops.matched is not None or (self._single_call and self._has_tool_calls)
 
     def read(self, tokens: Tokens) -> AnswerPart | None:
         """None when the tokens completed nothing that can be shown."""
@@ -180,10 +183,12 @@ class AnswerReader:
         num_read = 0
         for token_id in tokens.token_ids:
             num_read += 1
-            shown += self._parser.push(self._stops.push(self._detokenizer.push((token_id,))))
-            self._num_reasoning_tokens += self._parser.in_reasoning
+            was_reasoning = self._parser.in_reasoning
+            shown += self._seen(self._parser.push(self._stops.push(self._detokenizer.push((token_id,)))))
+            # The tags are not counted: an empty pair is no reasoning.
+            self._num_reasoning_tokens += was_reasoning and self._parser.in_reasoning
             if self.stopped:
-                shown += self._parser.close()
+                shown += self._seen(self._parser.close())
                 break
         self.num_tokens += num_read
         return self._part(shown, tokens.logprobs[:num_read])
@@ -191,7 +196,7 @@ class AnswerReader:
     def rest(self) -> AnswerPart | None:
         """What was held back, at the end of the answer."""
         tail = self._stops.push(self._detokenizer.close()) + self._stops.close()
-        return self._part([*self._parser.push(tail), *self._parser.close()], ())
+        return self._part(self._seen([*self._parser.push(tail), *self._parser.close()]), ())
 
     def end(self, end: End | None) -> AnswerEnd:
         """None: a stop string ended the answer before the worker did, so nothing is known of its cache."""
@@ -205,6 +210,15 @@ class AnswerReader:
             self._assembled.num_media_tokens,
         )
 
+    def _seen(self, pieces: list[Piece]) -> list[Piece]:
+        """The pieces that belong to the answer: none after the first call where the client wants one at most."""
+        kept: list[Piece] = []
+        for piece in pieces:
+            if self._single_call and self._has_tool_calls:
+                break
+            kept.append(piece)
+            self._has_tool_calls = self._has_tool_calls or isinstance(piece, ToolCall)
+        return kept
+
     def _part(self, pieces: list[Piece], logprobs: tuple[TokenLogprob, ...]) -> AnswerPart | None:
-        self._has_tool_calls = self._has_tool_calls or any(isinstance(piece, ToolCall) for piece in pieces)
         return AnswerPart(tuple(joined(pieces)), logprobs) if pieces or logprobs else None

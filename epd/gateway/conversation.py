@@ -21,6 +21,7 @@ from epd.gateway.schema import (
     InputAudio,
     InputAudioPart,
     Message,
+    ReasoningEffort,
     TextPart,
     ToolMessage,
     UserMessage,
@@ -59,6 +60,7 @@ class Conversation:
     """Parameters of each function, unguarded; None when the answer is not to be searched for calls."""
     options: dict[str, Any]
     """Variables for the chat template that the client set."""
+    reasoning_effort: ReasoningEffort | None
     media: tuple[MediaPart, ...]
 
 
@@ -71,16 +73,10 @@ def read_conversation(body: ChatBody, guard: Guard) -> Conversation:
         messages=messages,
         tools=[_guarded(tool.model_dump(exclude_none=True), guard) for tool in tools] if tools else None,
         tool_schemas={tool.function.name: tool.function.parameters or {} for tool in tools} if tools else None,
-        options=_options(body),
+        options=body.chat_template_kwargs.model_dump(exclude_none=True) if body.chat_template_kwargs else {},
+        reasoning_effort=body.reasoning_effort,
         media=tuple(media),
     )
-
-
-def _options(body: ChatBody) -> dict[str, Any]:
-    options = body.chat_template_kwargs.model_dump(exclude_none=True) if body.chat_template_kwargs else {}
-    if body.reasoning_effort == "none":
-        options["enable_thinking"] = False
-    return options
 
 
 def _message(message: Message, path: str, guard: Guard, media: list[MediaPart]) -> dict[str, Any]:

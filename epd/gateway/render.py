@@ -16,6 +16,7 @@ from typing import Any
 from epd.errors import ContextTooLong, InvalidRequest
 from epd.gateway.answer import THINK_CLOSE, THINK_OPEN
 from epd.gateway.conversation import Conversation
+from epd.gateway.schema import THINKING_EFFORTS
 from epd.gateway.template import ChatTemplate
 from epd.gateway.vocabulary import Vocabulary
 from epd.types import MediaSpan
@@ -24,6 +25,7 @@ from preprocess.tokens import MediaTokenIds, expand
 from preprocess.types import MediaKey, MediaLayout, Modality
 
 _AUDIO_PLACEHOLDER = "<|mimo_audio_start|><|audio_pad|><|mimo_audio_end|>"
+_END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|mimo_audio_eod|>")
 _PLACEHOLDER = re.compile(
     r"<\|vision_start\|>(?:(?P<image>(?:<\|image_pad\|>)+)|(?P<video>(?:<\|video_pad\|>)+))<\|vision_end\|>"
     r"|<\|mimo_audio_start\|>(?P<audio>(?:<\|audio_pad\|>)+)<\|mimo_audio_end\|>"
@@ -91,7 +93,7 @@ class Renderer:
         self.vocabulary = vocabulary
         self.template = template
         self.defaults = SamplingDefaults.from_hf(generation)
-        self.eos_token_ids = _eos_token_ids(config, generation)
+        self.eos_token_ids = _eos_token_ids(config, generation, vocabulary, template.eos_token)
         self.max_context_tokens = int(config["max_position_embeddings"])
         # A text-only checkpoint has no processor; media are refused then.
         has_media = isinstance(config.get("processor_config"), Mapping)
@@ -115,7 +117,9 @@ class Renderer:
             raise InvalidRequest("tools: this model's chat template cannot declare tools", param="tools")
         if conversation.media and self.processor is None:
             raise InvalidRequest("this model takes text only", param=conversation.media[0].param)
-        text = self.template.render(conversation.messages, tools=conversation.tools, options=conversation.options)
+        text = self.template.render(
+            conversation.messages, tools=conversation.tools, options=self._options(conversation)
+        )
         # Tokenising megabytes that cannot fit would cost seconds of a core.
         if (fewest := self.vocabulary.fewest_tokens(text)) > self.max_context_tokens:
             raise ContextTooLong(
@@ -124,6 +128,21 @@ class Renderer:
                 param="messages",
             )
         return Prompt(self._split(text, conversation), text.rfind(THINK_OPEN) > text.rfind(THINK_CLOSE))
+
+    def _options(self, conversation: Conversation) -> Mapping[str, Any]:
+        """The template's variables: those the client set, and what its effort means to this template."""
+        effort = conversation.reasoning_effort
+        if effort is None:
+            return conversation.options
+        meaning = {"reasoning_effort": effort, "enable_thinking": effort in THINKING_EFFORTS}
+        with_tools = bool(conversation.tools)
+        known = {name: value for name, value in meaning.items() if self.template.reads(name, with_tools=with_tools)}
+        if not known:
+            raise InvalidRequest(
+                f'reasoning_effort is "{effort}"; this model\'s chat template has no way to say so',
+                param="reasoning_effort",
+            )
+        return {**known, **conversation.options}
 
     def assemble(self, prompt: Prompt, media: Sequence[tuple[MediaKey, MediaLayout]]) -> AssembledPrompt:
         """Put the media in. `media` is in the order of the conversation's media."""
@@ -200,10 +219,15 @@ def fit_answer(num_prompt_tokens: int, *, asked: int | None, default: int, max_c
     return min(default, room) if asked is None else asked
 
 
-def _eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """Union of both files, in order: config.json alone can miss one."""
+def _eos_token_ids(
+    config: Mapping[str, Any], generation: Mapping[str, Any], vocabulary: Vocabulary, eos_token: str | None
+) -> tuple[int, ...]:
+    """Union of both files, of the tokenizer's own end token and of the model family's, in this order: any one source
+    can miss some. What the tokenizer does not know cannot be written by the model."""
     ids: list[int] = []
     for source in (generation, config):
         value = source.get("eos_token_id")
         ids.extend(value if isinstance(value, list) else [] if value is None else [value])
+    spelled = (*([] if eos_token is None else [eos_token]), *_END_TOKENS)
+    ids.extend(vocabulary.special_ids[token] for token in spelled if token in vocabulary.special_ids)
     return tuple(dict.fromkeys(ids))

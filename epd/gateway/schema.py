@@ -197,6 +197,11 @@ class ChatTemplateKwargs(_Shape):
     keep_all_reasoning: bool | None = None
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+THINKING_EFFORTS = frozenset({"low", "medium", "high", "xhigh", "max"})
+"""The model thinks or does not; it has no degrees. The efforts below these mean that it does not."""
+
+
 _StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -226,11 +231,11 @@ class ChatBody(_Shape):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     ignore_eos: bool | None = None
     chat_template_kwargs: ChatTemplateKwargs | None = None
-    reasoning_effort: Literal["none"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     frequency_penalty: Literal[0] | None = None
     presence_penalty: Literal[0] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
@@ -254,10 +259,12 @@ class ChatBody(_Shape):
         if self.stream_options is not None and not self.stream:
             raise Conflict("stream_options", "stream_options is given; it needs stream to be true")
         thinking = self.chat_template_kwargs.enable_thinking if self.chat_template_kwargs else None
-        if self.reasoning_effort == "none" and thinking:
+        effort = self.reasoning_effort
+        if effort is not None and thinking not in (None, effort in THINKING_EFFORTS):
             raise Conflict(
                 "reasoning_effort",
-                'reasoning_effort is "none" and chat_template_kwargs.enable_thinking is true; give one',
+                f'reasoning_effort is "{effort}" and chat_template_kwargs.enable_thinking is '
+                f"{'true' if thinking else 'false'}; give one",
             )
         return self
 

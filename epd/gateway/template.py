@@ -1,4 +1,8 @@
-"""The checkpoint's own chat template, rendered in a sandbox."""
+"""The checkpoint's own chat template, rendered the way Transformers does: same sandbox, filters, functions and tags.
+
+A template comes with its checkpoint. It can reach nothing but the messages, and a render has a bounded number of steps;
+a template that fails, refuses or runs away is an error of the request, never of the process.
+"""
 
 import datetime
 import json
@@ -9,50 +13,103 @@ from typing import Any, NoReturn
 import jinja2
 import jinja2.ext
 import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
 
 from epd.errors import InvalidRequest
+
+# Passes of loops and macro calls in one render; long conversations take thousands.
+_MAX_STEPS = 2_000_000
+_MAX_EXPONENT = 1024
+_STEP = "count_step"
+# What a template can meet in shapes its author did not think of, beside jinja's own errors.
+_FAILURES = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError)
 
 
 class _Refused(Exception):
     """The template called `raise_exception`."""
 
 
-class ChatTemplate:
-    """Thread-safe. `variables` are the names the template reads; what it does not read it cannot honour."""
+class _RanAway(Exception):
+    """The render took more steps than any conversation needs."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens` are bos_token, eos_token and the like. Raises ValueError when `source` is no template."""
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = _strftime_now
-        try:
-            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
-            self._template = environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"chat template, line {error.lineno}: {error.message}") from error
+
+class _Steps:
+    """The budget of one render."""
+
+    def __init__(self) -> None:
+        self._num_left = _MAX_STEPS
+
+    def count(self, num_steps: int = 1) -> str:
+        self._num_left -= num_steps
+        if self._num_left < 0:
+            raise _RanAway(f"more than {_MAX_STEPS} steps")
+        return ""
+
+    def range(self, *bounds: int) -> range:
+        steps = jinja2.sandbox.safe_range(*bounds)
+        self.count(len(steps))
+        return steps
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """No attribute that leads out, no change to what is given, no power that takes hours to compute."""
+
+    intercepted_binops = frozenset({"**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if isinstance(right, int) and right > _MAX_EXPONENT:
+            raise ValueError(f"exponent {right} is larger than {_MAX_EXPONENT}")
+        return super().call_binop(context, operator, left, right)
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what the model wrote, for training; here its body alone matters."""
+
+    tags = {"generation"}  # noqa: RUF012 -- the library's own attribute
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class ChatTemplate:
+    """Thread-safe. What the template does not read it cannot honour: see `reads`."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], *, tool_use: str | None = None) -> None:
+        """`special_tokens` are bos_token, eos_token and the like; `tool_use` is the template of conversations with
+        tools, where the checkpoint has one apart. Raises ValueError when a source is no template."""
+        self._default = _Compiled(source)
+        self._tool_use = self._default if tool_use is None else _Compiled(tool_use)
         self._special_tokens = dict(special_tokens)
 
     @classmethod
     def load(cls, model_dir: Path) -> "ChatTemplate":
-        """chat_template.jinja, else `chat_template` of tokenizer_config.json. Raises ValueError when there is none."""
-        config_path = model_dir / "tokenizer_config.json"
-        config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.exists() else {}
-        template_path = model_dir / "chat_template.jinja"
-        source = template_path.read_text(encoding="utf-8") if template_path.exists() else config.get("chat_template")
-        if not isinstance(source, str):
+        """From chat_template.jinja (and additional_chat_templates/), else chat_template.json, else the tokenizer's
+        configuration. Raises ValueError when there is none, or none that is the default."""
+        config = _read_json(model_dir / "tokenizer_config.json")
+        sources = _sources(model_dir, config)
+        if "default" not in sources:
+            found = f"only templates named {', '.join(map(repr, sources))}" if sources else "no chat template"
             raise ValueError(
-                f"{model_dir.name} has neither chat_template.jinja nor a chat_template in its tokenizer config"
+                f"{model_dir.name} has {found}; looked for a default in chat_template.jinja, chat_template.json and "
+                "chat_template of tokenizer_config.json"
             )
         tokens = {name: _spelling(value) for name, value in config.items() if name.endswith("_token")}
-        return cls(source, {name: text for name, text in tokens.items() if text is not None})
+        special_tokens = {name: text for name, text in tokens.items() if text is not None}
+        return cls(sources["default"], special_tokens, tool_use=sources.get("tool_use"))
+
+    @property
+    def eos_token(self) -> str | None:
+        return self._special_tokens.get("eos_token")
 
     @property
     def renders_tools(self) -> bool:
-        return "tools" in self.variables
+        return self.reads("tools", with_tools=True)
+
+    def reads(self, variable: str, *, with_tools: bool) -> bool:
+        return variable in self._compiled(with_tools).variables
 
     def render(
         self,
@@ -63,21 +120,89 @@ class ChatTemplate:
     ) -> str:
         """The prompt's text, up to where the model starts to write. Raises InvalidRequest."""
         for name in options:
-            if name not in self.variables:
+            if not self.reads(name, with_tools=bool(tools)):
                 raise InvalidRequest(
                     f"chat_template_kwargs.{name}: this model's chat template has no such option",
                     param=f"chat_template_kwargs.{name}",
                 )
-        given = {**self._special_tokens, "messages": messages, "tools": tools or None, **options}
+        given = {**self._special_tokens, "messages": messages, "tools": tools or None, "documents": None, **options}
         try:
-            return self._template.render(given, add_generation_prompt=True)
+            return self._compiled(bool(tools)).render({**given, "add_generation_prompt": True})
         except _Refused as error:
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from error
-        except (jinja2.TemplateError, TypeError) as error:
-            # A template meets shapes its author did not think of with either of the two.
+        except (jinja2.TemplateError, _RanAway, *_FAILURES) as error:
             raise InvalidRequest(
-                f"the chat template cannot render these messages: {error}", param="messages"
+                f"the chat template cannot render these messages: {error or type(error).__name__}", param="messages"
             ) from error
+
+    def _compiled(self, with_tools: bool) -> "_Compiled":
+        return self._tool_use if with_tools else self._default
+
+
+class _Compiled:
+    """One template. `variables` are the names it reads."""
+
+    def __init__(self, source: str) -> None:
+        # trim_blocks and lstrip_blocks are what templates are written for.
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation])
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            tree = environment.parse(source)
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
+            _count_steps(tree, environment)
+            code = environment.compile(tree)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"chat template, line {error.lineno}: {error.message}") from error
+        except (RecursionError, SyntaxError) as error:
+            raise ValueError(f"chat template: nested too deeply ({error})") from error
+        self._template = environment.template_class.from_code(environment, code, environment.make_globals(None))
+
+    def render(self, given: Mapping[str, Any]) -> str:
+        steps = _Steps()
+        return self._template.render({**given, "range": steps.range, _STEP: steps.count})
+
+
+def _count_steps(tree: jinja2.nodes.Template, environment: jinja2.Environment) -> None:
+    """Make every pass of a loop and every call of a macro count."""
+    for node in list(tree.find_all(jinja2.nodes.Stmt)):
+        if isinstance(node, jinja2.nodes.For | jinja2.nodes.Macro | jinja2.nodes.CallBlock):
+            call = jinja2.nodes.Call(jinja2.nodes.Name(_STEP, "load"), [], [], None, None)
+            node.body.insert(0, jinja2.nodes.ExprStmt(call).set_lineno(node.lineno))
+    tree.set_environment(environment)
+
+
+def _sources(model_dir: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """The checkpoint's templates by name, from the first place that has any."""
+    if (path := model_dir / "chat_template.jinja").exists():
+        others = sorted((model_dir / "additional_chat_templates").glob("*.jinja"))
+        named = {other.stem: other for other in others} | {"default": path}
+        return {name: file.read_text(encoding="utf-8") for name, file in named.items()}
+    declared = _read_json(model_dir / "chat_template.json").get("chat_template")
+    return _named(tokenizer_config.get("chat_template") if declared is None else declared)
+
+
+def _named(declared: object) -> dict[str, str]:
+    """One template, or a list of them with names."""
+    if declared is None:
+        return {}
+    if isinstance(declared, str):
+        return {"default": declared}
+    entries = declared if isinstance(declared, list) else [declared]
+    names = [(entry.get("name"), entry.get("template")) if isinstance(entry, Mapping) else None for entry in entries]
+    sources = {name: text for name, text in filter(None, names) if isinstance(name, str) and isinstance(text, str)}
+    if len(sources) != len(entries):
+        raise ValueError("chat_template is neither a template nor a list of objects with name and template")
+    return sources
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    """Empty when there is no such file."""
+    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{path.name} is no JSON object")
+    return content
 
 
 def _spelling(value: object) -> str | None:
@@ -87,9 +212,15 @@ def _spelling(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     # Jinja's own filter escapes for HTML; templates are written for this one.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> NoReturn:

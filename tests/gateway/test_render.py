@@ -214,7 +214,20 @@ def test_several_end_tokens() -> None:
     config = {"max_position_embeddings": 100, "eos_token_id": 7}
     template = ChatTemplate("x", {})
     renderer = Renderer(vocabulary=VOCABULARY, template=template, config=config, generation={"eos_token_id": [5, 7]})
-    assert renderer.eos_token_ids == (5, 7)
+    family = [SPECIAL[token] for token in ("<|im_end|>", "<|endoftext|>", "<|mimo_audio_eod|>")]
+    assert renderer.eos_token_ids == (5, 7, *family)
+    named = ChatTemplate("x", {"eos_token": "<|vision_end|>"})
+    renderer = Renderer(vocabulary=VOCABULARY, template=named, config=config | {"eos_token_id": None}, generation={})
+    assert renderer.eos_token_ids == (SPECIAL["<|vision_end|>"], *family)
+
+
+def test_a_tokenizer_that_lacks_an_end_token() -> None:
+    spec = json.loads((MODEL_DIR / "tokenizer.json").read_text())
+    spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] == "<|endoftext|>"]
+    config = {"max_position_embeddings": 100, "eos_token_id": 7}
+    template = ChatTemplate("x", {"eos_token": "</s>"})
+    renderer = Renderer(vocabulary=Vocabulary(spec), template=template, config=config, generation={})
+    assert renderer.eos_token_ids == (7, SPECIAL["<|endoftext|>"])
 
 
 @given(st.text(max_size=60), st.sampled_from(sorted(SPECIAL)))

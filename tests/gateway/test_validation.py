@@ -42,6 +42,9 @@ HARMLESS: list[dict[str, Any]] = [
     {"safety_identifier": "s"},
     {"stream": True, "stream_options": {"include_usage": None}},
     {"tools": []},
+    {"parallel_tool_calls": True},
+    {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": True}},
+    {"reasoning_effort": "minimal", "chat_template_kwargs": {"enable_thinking": False}},
     {"tools": [{"type": "function", "function": {"name": "f", "parameters": None, "description": None}}]},
 ]
 
@@ -58,7 +61,11 @@ def test_what_changes_nothing_is_accepted(fields: dict[str, Any]) -> None:
         ("service_tier", "flex", '"auto" or "default"'),
         ("modalities", ["text", "audio"], '"text"'),
         ("logit_bias", {"5": 1.0}, "at most 0"),
-        ("parallel_tool_calls", False, "true"),
+        ("reasoning_effort", "extreme", '"none", "minimal", "low", "medium", "high", "xhigh" or "max"'),
+        ("tool_choice", "required", '"auto" or "none"'),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}, '"auto" or "none"'),
+        ("tools", [{"type": "function", "function": {"name": "f", "strict": True}}], "false"),
+        ("chat_template_kwargs", {"thinking_budget": 5}, "enable_thinking, keep_all_reasoning"),
         ("n", 2, "1"),
     ],
 )
@@ -76,6 +83,7 @@ def test_what_would_change_something_is_refused_by_name(name: str, value: Any, a
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_tokens": 2, "max_completion_tokens": 3}, "max_completion_tokens"),
         ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, "reasoning_effort"),
+        ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, "reasoning_effort"),
     ],
 )
 def test_a_conflict_names_a_field(fields: dict[str, Any], param: str) -> None:
