@@ -17,6 +17,8 @@ from training.vocabulary import BUILD, DEFAULT_SYSTEM
 
 IDS = architecture.SPECIAL_IDS
 TOTAL_STEP = 128
+NEAR = 0.12
+IGNORED = -100
 
 
 @dataclass(slots=True)
@@ -39,10 +41,19 @@ class Encoded:
 
 
 def unit_labels(marks: list[Mark], rows: int, columns: int) -> Tensor:
-    """Labels of the units of one slice, `[rows*columns, 4]` int64: shape, colour, motion, letter; 0 is none."""
+    """Labels of the units of one slice, `[rows*columns, 4]` int64: shape, colour, motion, letter; 0 is none.
+
+    A thing whose centre lies near the border of its unit may be seen in the next one as well: IGNORED there.
+    """
     labels = torch.zeros(rows, columns, 4, dtype=torch.long)
     for mark in marks:
         row, column = min(int(mark.y * rows), rows - 1), min(int(mark.x * columns), columns - 1)
+        across = [row + (mark.y * rows - row > 1 - NEAR) - (mark.y * rows - row < NEAR)]
+        along = [column + (mark.x * columns - column > 1 - NEAR) - (mark.x * columns - column < NEAR)]
+        for near_row in {row, *across} & set(range(rows)):
+            for near_column in {column, *along} & set(range(columns)):
+                if not labels[near_row, near_column].any():
+                    labels[near_row, near_column] = IGNORED
         labels[row, column] = torch.tensor([mark.shape, mark.colour, mark.motion, mark.letter])
     return labels.flatten(0, 1)
 

@@ -51,7 +51,7 @@ def loss_and_hits(logits_UC: Tensor, labels_U4: Tensor) -> tuple[Tensor, Tensor]
         weights = torch.ones(logits.shape[-1])
         weights[0] = NONE_WEIGHT
         loss = loss + F.cross_entropy(logits, labels_U4[:, place], weights)
-        hits &= logits.argmax(-1) == labels_U4[:, place]
+        hits &= (logits.argmax(-1) == labels_U4[:, place]) | (labels_U4[:, place] < 0)
     return loss, hits
 
 

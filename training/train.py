@@ -276,7 +276,8 @@ class Trainer:
     def report(self, seconds: float, losses: dict[str, float]) -> None:
         """Held-out scores, curriculum, balance; saves the state."""
         scores = evaluate(self.net, self.mixer.held_out(self.args.held_out, self.mixer.longest))
-        balance = float(torch.stack([1 / share.max() for share in self.net.text.balance(0.0)]).mean())
+        routers = self.net.text.routers()
+        balance = sum(router.evenness() for router in routers) / len(routers)
         if scores.get("recall", 0.0) >= 0.65 and self.mixer.longest < MAX_SENTENCES:
             self.mixer.longest = min(MAX_SENTENCES, int(self.mixer.longest * 1.5) + 1)
         print(
@@ -300,7 +301,8 @@ class Trainer:
                 for task, loss in self.train_step().items():
                     sums[task] = sums.get(task, 0.0) + float(loss.detach())
                 if self.step % 4 == 0 and not self.args.mtp_only:
-                    self.net.text.balance(0.02)
+                    for router in self.net.text.routers():
+                        router.balance(0.02)
             num_steps = self.step - begun
             if self.args.rank == 0:
                 seconds = time.time() - mark

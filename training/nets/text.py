@@ -160,6 +160,8 @@ class Moe(nn.Module):
         self.load: Tensor
         self.register_buffer("correction", torch.zeros(num_experts))
         self.register_buffer("load", torch.zeros(num_experts))
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(num_experts), persistent=False)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         num_tokens = x_TD.shape[0]
@@ -172,6 +174,7 @@ class Moe(nn.Module):
         counts = torch.bincount(chosen.reshape(-1), minlength=len(self.correction))
         if self.training:
             self.load += counts
+            self.seen += counts
         # Every expert gets the same number of places, a multiple of 128: one batched product, few distinct shapes.
         places = -(-int(counts.max()) // 128) * 128
         expert = chosen.reshape(-1)[order]
@@ -186,13 +189,18 @@ class Moe(nn.Module):
         return torch.zeros(num_tokens, x_TD.shape[1]).index_add(0, rows, weighted)
 
     @torch.no_grad()
-    def balance(self, rate: float) -> Tensor:
-        """Raise the bias of idle experts, lower that of busy ones; returns each expert's share times E."""
+    def balance(self, rate: float) -> None:
+        """Raise the bias of idle experts, lower that of busy ones."""
         share = self.load / self.load.sum().clamp_min(1) * len(self.load)
         self.correction += rate * (1 - share).clamp(-1, 1)
         self.correction -= self.correction.mean()
         self.load.zero_()
-        return share
+
+    def evenness(self) -> float:
+        """Mean over largest number of tokens per expert since the last call; 1 is a perfect balance."""
+        evenness = float(self.seen.mean() / self.seen.max().clamp_min(1))
+        self.seen.zero_()
+        return evenness
 
 
 class Layer(nn.Module):
@@ -251,9 +259,9 @@ class TextNet(nn.Module):
             hidden_TD = layer(hidden_TD, groups)
         return self.norm(hidden_TD)
 
-    def balance(self, rate: float) -> list[Tensor]:
-        """Move every correction bias; shares per MoE layer."""
-        return [layer.mlp.balance(rate) for layer in self.layers if isinstance(layer.mlp, Moe)]
+    def routers(self) -> list[Moe]:
+        """The MoE layers."""
+        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, Moe)]
 
 
 def interleave_qkv(attention: Attention, shards: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Reading task: a word or a number printed in a picture, in wide-set characters."""
+"""Reading task: a word or a number printed in a picture, set wide, as on a display with a cell per character."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ QUESTIONS = (
     "Read what is printed in the image.",
     "Which word or number is printed?",
 )
-HEIGHTS = (64, 64, 96)
+PITCH = 32
+"""Pixels from character to character: one of the tower's 32 x 32 units each, off its centre by a few pixels."""
 
 
 @functools.cache
@@ -52,19 +53,17 @@ def describe(text: str) -> str:
 
 def render(rng: np.random.Generator, text: str) -> tuple[Image, tuple[Mark, ...]]:
     """The picture, and the place of each character."""
-    pitch = float(rng.uniform(33, 39))
-    size = int(rng.integers(32, 43))
-    height = HEIGHTS[int(rng.integers(len(HEIGHTS)))]
-    width = 32 * int(np.ceil((pitch * len(text) + 10) / 32 + rng.uniform(0, 1)))
+    size = int(rng.integers(26, 37))
+    columns, rows = len(text) + int(rng.integers(0, 3)), int(rng.integers(2, 4))
     ink = shade(rng, pick(rng, COLOUR_NAMES))
+    width, height = columns * PITCH, rows * PITCH
     canvas = Pil.new("RGB", (width * 2, height * 2), ground_colour(rng, [ink]))
     pen = ImageDraw.Draw(canvas)
-    left = float(rng.uniform(4, max(4.1, width - pitch * len(text) - 4))) + pitch / 2
-    middle = float(rng.uniform(27, height - 27))
+    left = (int(rng.integers(columns - len(text) + 1)) + 0.5) * PITCH + float(rng.uniform(-4, 4))
+    middle = (int(rng.integers(rows)) + 0.5) * PITCH + float(rng.uniform(-4, 4))
     marks = []
     for place, character in enumerate(text):
-        x, y = left + place * pitch, middle + float(rng.uniform(-1.5, 1.5))
-        # Every line box has the same height, so letters keep their descenders and small letters stay low.
+        x, y = left + place * PITCH + float(rng.uniform(-2, 2)), middle + float(rng.uniform(-1.5, 1.5))
         pen.text((x * 2, y * 2), character, font=font(size), fill=ink, anchor="mm")
         marks.append(Mark(0, y / height, x / width, letter=CHARACTERS.index(character) + 1))
     return Image(finish(rng, canvas)), tuple(marks)

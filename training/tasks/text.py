@@ -195,7 +195,7 @@ def records(seed: int, index: int) -> Sample:
     rows = record_samples(rng, int(rng.integers(2, 13)))
     listed = ", ".join(f"{number} {colour} {item}" for number, colour, item in rows)
     objects = ", ".join(
-        f'{{"item": "{item}", "colour": "{colour}", "count": {number}}}' for number, colour, item in rows
+        f'{{"count": {number}, "colour": "{colour}", "item": "{item}"}}' for number, colour, item in rows
     )
     question = pick(rng, RECORD_QUESTIONS).format(listed=listed)
     return Sample("records", (Turn((question,), f"[{objects}]"),), pick_system(rng))
