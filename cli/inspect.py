@@ -1,6 +1,7 @@
 """`mimo inspect`: what a checkpoint holds and what it costs, from its configuration and headers alone."""
 
 import json
+from collections import Counter
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -10,7 +11,8 @@ import typer
 from cli.inspect_view import show
 from cli.load import BUILTIN_MODELS, CONFIGS, ConfigError
 from encoder import Part, TensorSpec
-from epd import CheckpointError, Inspection, KvLayout, inspect_checkpoint
+from encoder.checkpoint import CheckpointError
+from epd import Inspection, KvLayout, inspect_checkpoint
 
 MODELS = CONFIGS / "models"
 _CONTEXTS = (1_024, 8_192, 32_768, 131_072, 262_144, 1_048_576)
@@ -80,7 +82,7 @@ def inspect(
         typer.echo(json.dumps(report, indent=2))
     else:
         show(report)
-    if not inspection.matches:
+    if inspection.findings:
         raise typer.Exit(1)
 
 
@@ -119,17 +121,17 @@ def build_report(
         "files": None,
         "check": None,
     }
-    if inspection.headers is not None:
-        report |= {"files": _files(inspection), "check": _check(inspection)}
+    if inspection.tensors is not None:
+        report |= {"files": _files(location, inspection), "check": _check(inspection)}
     if tensors:
-        files = {} if inspection.headers is None else inspection.headers.tensors
+        found = inspection.tensors or {}
         report["tensors"] = [
             {
                 "name": spec.name,
                 "shape": list(spec.shape),
                 "dtype": spec.dtype,
                 "part": spec.part,
-                "file": files[spec.name].file if spec.name in files else None,
+                "file": found[spec.name].file.name if spec.name in found else None,
             }
             for spec in (*inventory.main, *inventory.audio_tokenizer)
         ]
@@ -141,10 +143,10 @@ def _model(inspection: Inspection) -> dict[str, Any]:
     modalities = ["text"]
     modalities += ["image", "video"] if hf.get("vision_config") else []
     modalities += ["audio"] if hf.get("audio_config") else []
-    architectures = hf.get("architectures") or [None]
+    architectures = hf.get("architectures")
     windows = [layer for layer in config.layers if layer.is_window]
     return {
-        "architecture": architectures[0],
+        "architecture": architectures[0] if isinstance(architectures, list) and architectures else None,
         "model_type": hf.get("model_type"),
         "modalities": modalities,
         "num_layers": config.num_layers,
@@ -153,8 +155,8 @@ def _model(inspection: Inspection) -> dict[str, Any]:
         "window_tokens": _window_tokens(inspection) if windows else None,
         "layer_pattern": "".join("w" if layer.is_window else "F" for layer in config.layers),
         "dense_layers": [layer.index for layer in config.layers if not layer.is_moe],
-        "num_experts": config.moe.num_experts,
-        "num_experts_per_token": config.moe.num_experts_per_token,
+        "num_experts": config.moe.num_experts if config.moe else None,
+        "num_experts_per_token": config.moe.num_experts_per_token if config.moe else None,
         "num_mtp_layers": inspection.inventory.num_mtp_layers,
         "num_mtp_layers_from": inspection.mtp_source,
         "max_position_embeddings": config.max_position_embeddings,
@@ -178,8 +180,9 @@ def _parts(specs: tuple[TensorSpec, ...]) -> list[dict[str, Any]]:
 
 
 def _window_tokens(inspection: Inspection) -> int:
-    """Keys a window layer sees, itself included."""
-    return (inspection.inventory.config.window_layer.window_left or 0) + 1
+    """Keys a window layer sees, itself included; 0 in a family without such layers."""
+    window = inspection.inventory.config.window_layer
+    return 0 if window is None else (window.window_left or 0) + 1
 
 
 def _kv(inspection: Inspection, dtype: KvDtype, contexts: list[int] | None) -> dict[str, Any]:
@@ -220,21 +223,23 @@ def _kv(inspection: Inspection, dtype: KvDtype, contexts: list[int] | None) -> d
     }
 
 
-def _files(inspection: Inspection) -> list[dict[str, Any]]:
-    main, own = inspection.headers, inspection.audio_tokenizer_headers
-    files = [(file.name, file) for file in (main.files if main else ())]
-    files += [(f"audio_tokenizer/{file.name}", file) for file in (own.files if own else ())]
-    return [{"name": name, "size_bytes": file.size_bytes, "num_tensors": file.num_tensors} for name, file in files]
+def _files(location: Path, inspection: Inspection) -> list[dict[str, Any]]:
+    """The files that hold tensors, as they lie in the directory."""
+    counts = Counter(tensor.file for tensor in (inspection.tensors or {}).values())
+    return [
+        {"name": str(file.relative_to(location)), "size_bytes": file.stat().st_size, "num_tensors": counts[file]}
+        for file in sorted(counts, key=lambda file: (len(file.parts), file))
+    ]
 
 
 def _check(inspection: Inspection) -> dict[str, Any]:
     findings = inspection.findings
     return {
-        "matches": inspection.matches,
+        "matches": not findings,
         "missing": findings.missing,
         "unexpected": findings.unexpected,
         "misshapen": findings.misshapen,
         "wrong_dtype": findings.wrong_dtype,
-        "faults": list(inspection.faults),
+        "faults": findings.faults,
         "stored_otherwise": list(inspection.stored_otherwise),
     }

@@ -58,7 +58,8 @@ def show(report: dict[str, Any], console: Console | None = None) -> None:
 def _show_model(console: Console, report: dict[str, Any]) -> None:
     model = report["model"]
     name = Text(report["checkpoint"], style="bold")
-    console.print(name, f"({model['architecture']}): {', '.join(model['modalities'])} in, text out")
+    kind = model["architecture"] or model["model_type"] or "no architecture named"
+    console.print(name, f"({kind}): {', '.join(model['modalities'])} in, text out")
     line = f"{model['num_layers']} layers: {model['num_full_layers']} full (F)"
     if model["num_window_layers"]:
         line += f", {model['num_window_layers']} with a window of {model['window_tokens']} tokens (w)"
@@ -147,6 +148,10 @@ def _show_check(console: Console, check: dict[str, Any]) -> None:
         if check[key]:
             console.print(f"{len(check[key]):,} {title}:")
             _show_names(console, check[key])
+    if check["faults"]:
+        console.print("Download these files again; the others are compared once all can be read.")
+    else:
+        console.print("Are config.json and all files of one revision of one model? Download what differs again.")
     if any("qkv_proj.weight_scale_inv" in name for name in check["misshapen"]):
         console.print("Scales of fused q, k, v of another shape can mean the other row order: try --qkv-layout.")
 

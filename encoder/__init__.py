@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from encoder.inventory import (
-        DTYPE_BYTES,
         Part,
         StoredDtype,
         TensorSpec,
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from encoder.process import open_server, run_encoder
 
 __all__ = [
-    "DTYPE_BYTES",
     "LocalEncoder",
     "MemoryLink",
     "Part",
@@ -36,7 +34,6 @@ __all__ = [
 ]
 
 _HOMES = {
-    "DTYPE_BYTES": "encoder.inventory",
     "LocalEncoder": "encoder.local",
     "MemoryLink": "encoder.links",
     "Part": "encoder.inventory",

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from encoder.checkpoint import ITEM_BYTES
 from encoder.config import AudioConfig, AudioTokenizerConfig, VisionConfig
 
-StoredDtype = Literal["F32", "F16", "BF16", "F8_E4M3", "U8"]
+StoredDtype = Literal["F32", "F16", "BF16", "F8_E4M3", "F8_E8M0", "U8"]
 # In the order they are shown.
 Part = Literal[
     "embedding",
@@ -28,9 +29,6 @@ Part = Literal[
     "audio_tokenizer",
 ]
 
-DTYPE_BYTES: dict[str, int] = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2} | dict.fromkeys(
-    ("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1
-)
 _CODEBOOK_TRAINING_STATE = ("_codebook.inited", "_codebook.cluster_size", "_codebook.embed_avg")
 
 
@@ -61,7 +59,7 @@ class TensorSpec:
     @property
     def size_bytes(self) -> int:
         """Bytes in the file, the header not counted."""
-        return self.num_elements * DTYPE_BYTES[self.dtype]
+        return self.num_elements * ITEM_BYTES[self.dtype]
 
 
 def vision_tensors(config: VisionConfig, dtype: StoredDtype = "BF16") -> Iterator[TensorSpec]:

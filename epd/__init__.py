@@ -8,12 +8,11 @@ if TYPE_CHECKING:
     from epd.gateway.process import fetch_limits, run_gateway
     from epd.gateway.render import Renderer
     from epd.kv.layout import KvLayout
-    from epd.model.checkpoint import CheckpointError, Inspection, inspect_checkpoint
+    from epd.model.checkpoint import Inspection, inspect_checkpoint
     from epd.transport.memory import MemoryNetwork
 
 __all__ = [
     "REFUSALS",
-    "CheckpointError",
     "EngineThread",
     "Inspection",
     "KvLayout",
@@ -29,7 +28,6 @@ __all__ = [
 
 _HOMES = {
     "REFUSALS": "epd.engine.worker",
-    "CheckpointError": "epd.model.checkpoint",
     "EngineThread": "epd.engine.worker",
     "Inspection": "epd.model.checkpoint",
     "KvLayout": "epd.kv.layout",

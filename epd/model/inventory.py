@@ -4,13 +4,13 @@ The rules are those of the published files. Without headers they say what such a
 actual files (`stored`) each matrix is taken as it lies there, because the tensors decide which of them are quantised.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
 from encoder import Part, StoredDtype, TensorSpec, audio_encoder_tensors, audio_tokenizer_tensors, vision_tensors
 from encoder.config import AudioConfig, AudioTokenizerConfig, VisionConfig
-from epd.model.config import ConfigError, LayerConfig, TextConfig
+from epd.model.config import ConfigError, LayerConfig, MoeConfig, TextConfig
 
 QkvRows = Literal["interleaved", "plain"]
 
@@ -19,7 +19,17 @@ MTP_PREFIX = "model.mtp.layers."
 MTP_KEY = "num_mtp_layers"
 _FAMILY = ("mimo_v2", "mimo_v2_flash")
 _FAMILY_MTP_LAYERS = 3
+_ALWAYS_ACTIVE: tuple[Part, ...] = (
+    "embedding",
+    "full_attention",
+    "window_attention",
+    "dense_mlp",
+    "router",
+    "norms",
+    "lm_head",
+)
 _PLAIN: tuple[StoredDtype, ...] = ("F32", "BF16", "F16")
+_EXPONENTS: tuple[StoredDtype, ...] = ("U8", "F8_E8M0")
 _TORCH_DTYPES: Mapping[object, StoredDtype] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -27,8 +37,9 @@ _TORCH_DTYPES: Mapping[object, StoredDtype] = {"float32": "F32", "bfloat16": "BF
 class Storage:
     """How a checkpoint stores its tensors.
 
-    `block` is the fp8 block, None where nothing is quantised; `mxfp4_block`, the columns that share an exponent, is set
-    where the experts are 4-bit. `ignored` names modules that stay plain. `stored` is the dtype of every tensor found.
+    `plain` is the dtype of what is not quantised. `block` is the fp8 block, None where nothing is quantised;
+    `mxfp4_block`, the columns that share an exponent, is set where the experts are 4-bit. `ignored` names modules that
+    stay plain. `interleaved`: fused rows lie shard by shard. `stored` is the dtype of every tensor found.
     """
 
     plain: StoredDtype
@@ -38,29 +49,42 @@ class Storage:
     interleaved: bool = True
     stored: Mapping[str, str] = field(default_factory=dict)
 
-    def vector(self, name: str, part: Part, *shape: int) -> TensorSpec:
-        """Return a tensor that is never quantised."""
-        found = self.stored.get(name)
-        return TensorSpec(name, shape, cast("StoredDtype", found) if found in _PLAIN else self.plain, part)
+    def vector(self, name: str, part: Part, *shape: int, published: StoredDtype | None = None) -> TensorSpec:
+        """Return a tensor that is never quantised. `published` is its dtype by the rules, headers may say otherwise."""
+        return TensorSpec(name, shape, self._found(name, _PLAIN, published or self.plain), part)
 
     def matrix(
-        self, name: str, part: Part, rows: int, columns: int, *, published: StoredDtype, num_shards: int = 1
+        self,
+        name: str,
+        part: Part,
+        rows: int,
+        columns: int,
+        *,
+        published: StoredDtype | None = None,
+        num_shards: int = 1,
     ) -> Iterator[TensorSpec]:
-        """Yield a matrix and its scales. `published` is its dtype by the rules, headers may say otherwise."""
-        if name.removesuffix(".weight") in self.ignored:
+        """Yield a matrix and its scales; blocks of scales start anew at each shard."""
+        is_quantised = published is not None and published not in _PLAIN
+        if published is None or (is_quantised and name.removesuffix(".weight") in self.ignored):
             published = self.plain
-        found = self.stored.get(name)
-        if found in _PLAIN or (found == "F8_E4M3" and self.block) or (found == "U8" and self.mxfp4_block):
-            published = cast("StoredDtype", found)
-        if published == "U8" and self.mxfp4_block:
-            yield TensorSpec(name, (rows, -(-columns // 2)), "U8", part, params_per_element=2)
-            yield TensorSpec(f"{name}_scale", (rows, -(-columns // self.mxfp4_block)), "U8", part, params_per_element=0)
+        loadable = [*_PLAIN, *(["F8_E4M3"] if self.block else ()), *(["U8"] if self.mxfp4_block else ())]
+        dtype = self._found(name, loadable, published)
+        if dtype == "U8" and self.mxfp4_block:
+            yield TensorSpec(name, (rows, columns // 2), dtype, part, params_per_element=2)
+            exponents = self._found(f"{name}_scale", _EXPONENTS, "U8")
+            shape = rows, -(-columns // self.mxfp4_block)
+            yield TensorSpec(f"{name}_scale", shape, exponents, part, params_per_element=0)
             return
-        yield TensorSpec(name, (rows, columns), published, part)
-        if published == "F8_E4M3" and self.block:
+        yield TensorSpec(name, (rows, columns), dtype, part)
+        if dtype == "F8_E4M3" and self.block:
             scale_rows = num_shards * -(-(rows // num_shards) // self.block[0])
-            scale_shape = scale_rows, -(-columns // self.block[1])
-            yield TensorSpec(f"{name}_scale_inv", scale_shape, "F32", part, params_per_element=0)
+            scales = self._found(f"{name}_scale_inv", _PLAIN, "F32")
+            shape = scale_rows, -(-columns // self.block[1])
+            yield TensorSpec(f"{name}_scale_inv", shape, scales, part, params_per_element=0)
+
+    def _found(self, name: str, loadable: Sequence[str], published: StoredDtype) -> StoredDtype:
+        found = self.stored.get(name)
+        return cast("StoredDtype", found) if found in loadable else published
 
     @property
     def linear(self) -> StoredDtype:
@@ -97,9 +121,11 @@ class Inventory:
         by_part: dict[Part, int] = {}
         for spec in self.main:
             by_part[spec.part] = by_part.get(spec.part, 0) + spec.num_params
-        trunk = ("embedding", "lm_head", "full_attention", "window_attention", "dense_mlp", "router", "norms")
-        moe, experts = self.config.moe, by_part.get("experts", 0)
-        return sum(by_part.get(part, 0) for part in trunk) + experts * moe.num_experts_per_token // moe.num_experts
+        always = sum(by_part.get(part, 0) for part in _ALWAYS_ACTIVE)
+        # A tied table is used twice and is the same parameters.
+        moe = self.config.moe
+        chosen = 0 if moe is None else by_part.get("experts", 0) * moe.num_experts_per_token // moe.num_experts
+        return always + chosen
 
 
 def take_inventory(
@@ -116,7 +142,7 @@ def take_inventory(
     `num_mtp_layers` None means `mtp_layers_of(config_hf)`. `qkv_layout` is how fused rows, and so their scales, lie;
     it is never guessed. Raises ConfigError or ValueError naming the key.
     """
-    config = TextConfig.from_hf(_as_fp8(config_hf))
+    config = TextConfig.from_hf(config_hf)
     num_mtp_layers = mtp_layers_of(config_hf) if num_mtp_layers is None else num_mtp_layers
     storage = replace(_storage(config_hf, config), interleaved=qkv_layout == "interleaved", stored=stored or {})
     tokenizer: list[TensorSpec] = []
@@ -144,59 +170,46 @@ def stored_mtp_layers(names: Iterable[str]) -> int:
     return max((int(index) for index in indices if index.isdecimal()), default=-1) + 1
 
 
-def _quantization(config_hf: Mapping[str, object]) -> Mapping[str, object]:
-    quantization = config_hf.get("quantization_config")
-    return quantization if isinstance(quantization, Mapping) else {}
-
-
-def _as_fp8(config_hf: Mapping[str, object]) -> Mapping[str, object]:
-    """The same with 8-bit experts: geometry does not depend on how experts are stored, and 4-bit ones do not load."""
-    quantization = _quantization(config_hf)
-    if quantization.get("store_dtype") != "mxfp4":
-        return config_hf
-    return {**config_hf, "quantization_config": {**quantization, "store_dtype": "fp8"}}
-
-
 def _storage(config_hf: Mapping[str, object], config: TextConfig) -> Storage:
-    quantization = _quantization(config_hf)
     named = config_hf.get("torch_dtype") or config_hf.get("dtype") or "bfloat16"
     if named not in _TORCH_DTYPES:
         raise ConfigError(
             f"torch_dtype: {named!r} is not implemented, allowed are {', '.join(map(str, _TORCH_DTYPES))}"
         )
-    ignored = quantization.get("ignored_layers") or ()
-    block = quantization.get("mxfp4_block_size") or 32
-    if not isinstance(ignored, (list, tuple)) or not isinstance(block, int):
-        raise ConfigError("quantization_config: ignored_layers is no list, or mxfp4_block_size no integer")
+    quantization = config_hf.get("quantization_config") or {}
+    ignored = quantization.get("ignored_layers") or () if isinstance(quantization, Mapping) else ()
+    if not isinstance(ignored, (list, tuple)):
+        raise ConfigError(f"quantization_config.ignored_layers: expected a list, got {ignored!r}")
     return Storage(
         plain=_TORCH_DTYPES[named],
         block=config.quant_block,
-        mxfp4_block=block if quantization.get("store_dtype") == "mxfp4" else None,
+        mxfp4_block=config.mxfp4_block,
         ignored=frozenset(map(str, ignored)),
     )
 
 
 def _text_tensors(config: TextConfig, storage: Storage, num_mtp_layers: int) -> Iterator[TensorSpec]:
     width = config.hidden_size
-    yield storage.vector("model.embed_tokens.weight", "embedding", config.vocab_size, width)
+    yield from storage.matrix("model.embed_tokens.weight", "embedding", config.vocab_size, width)
     for layer in config.layers:
         prefix = f"model.layers.{layer.index}"
         attention: Part = "window_attention" if layer.is_window else "full_attention"
         yield storage.vector(f"{prefix}.input_layernorm.weight", "norms", width)
         yield from _attention(f"{prefix}.self_attn", attention, config, layer, storage)
         yield storage.vector(f"{prefix}.post_attention_layernorm.weight", "norms", width)
-        if layer.is_moe:
-            yield from _moe(f"{prefix}.mlp", config, storage)
+        if layer.is_moe and config.moe is not None:
+            yield from _moe(f"{prefix}.mlp", width, config.moe, storage)
         else:
             sizes = config.intermediate_size, width
             yield from _swiglu(f"{prefix}.mlp", "dense_mlp", *sizes, storage=storage, published=storage.linear)
     yield storage.vector("model.norm.weight", "norms", width)
-    yield storage.vector("lm_head.weight", "lm_head", config.vocab_size, width)
+    if not config.tie_word_embeddings:
+        yield from storage.matrix("lm_head.weight", "lm_head", config.vocab_size, width)
     for k in range(num_mtp_layers):
         prefix = f"{MTP_PREFIX}{k}"
         for norm in ("enorm", "hnorm", "input_layernorm", "pre_mlp_layernorm", "final_layernorm"):
             yield storage.vector(f"{prefix}.{norm}.weight", "mtp", width)
-        yield from storage.matrix(f"{prefix}.eh_proj.weight", "mtp", width, 2 * width, published=storage.plain)
+        yield from storage.matrix(f"{prefix}.eh_proj.weight", "mtp", width, 2 * width)
         yield from _attention(f"{prefix}.self_attn", "mtp", config, config.mtp_layer(k), storage)
         sizes = config.intermediate_size, width
         yield from _swiglu(f"{prefix}.mlp", "mtp", *sizes, storage=storage, published=storage.linear)
@@ -215,19 +228,18 @@ def _attention(
         for kind, rows in zip("qkv", layer.qkv_rows, strict=True):
             yield from storage.matrix(f"{prefix}.{kind}_proj.weight", part, rows, width, published=storage.linear)
     out_width = layer.num_heads * layer.v_dim
-    yield from storage.matrix(f"{prefix}.o_proj.weight", part, width, out_width, published=storage.plain)
+    yield from storage.matrix(f"{prefix}.o_proj.weight", part, width, out_width)
     if layer.has_sink:
         yield storage.vector(f"{prefix}.attention_sink_bias", part, layer.num_heads)
 
 
-def _moe(prefix: str, config: TextConfig, storage: Storage) -> Iterator[TensorSpec]:
-    num_experts, width, inner = config.moe.num_experts, config.hidden_size, config.moe.intermediate_size
+def _moe(prefix: str, width: int, moe: MoeConfig, storage: Storage) -> Iterator[TensorSpec]:
     # fp32 whatever the rest is: a rounded router chooses other experts.
-    yield TensorSpec(f"{prefix}.gate.weight", (num_experts, width), "F32", "router")
-    yield TensorSpec(f"{prefix}.gate.e_score_correction_bias", (num_experts,), "F32", "router")
-    for expert in range(num_experts):
-        name = f"{prefix}.experts.{expert}"
-        yield from _swiglu(name, "experts", inner, width, storage=storage, published=storage.expert)
+    yield from storage.matrix(f"{prefix}.gate.weight", "router", moe.num_experts, width, published="F32")
+    yield storage.vector(f"{prefix}.gate.e_score_correction_bias", "router", moe.num_experts, published="F32")
+    for expert in range(moe.num_experts):
+        name, sizes = f"{prefix}.experts.{expert}", (moe.intermediate_size, width)
+        yield from _swiglu(name, "experts", *sizes, storage=storage, published=storage.expert)
 
 
 def _swiglu(

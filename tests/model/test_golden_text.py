@@ -2,20 +2,16 @@
 
 import json
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from epd.kernels.reference import DenseAttention
 from epd.model.hybrid import HybridModel
 from epd.model.weights import load_text_model
 from tests.fakes.pages import PagedCache
+from tests.oracles.golden_text import GOLDEN, TOLERANCE, compare, dense_logits, expected_of
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "text"
-TOLERANCE = 2e-3
 NUM_GREEDY = 16
 CHECKPOINTS = [
     ("split", "hf_bf16_wl127", 127),
@@ -31,17 +27,6 @@ CASES = range(4)
 @cache
 def model_of(folder: str, window_left: int) -> HybridModel:
     return load_text_model(GOLDEN / folder, window_left=window_left)
-
-
-@cache
-def expected_of(name: str) -> dict[str, Tensor]:
-    return load_file(GOLDEN / f"expected_{name}.safetensors")
-
-
-@torch.no_grad()
-def dense_logits(model: HybridModel, ids: Tensor) -> Tensor:
-    attention = DenseAttention([len(ids)])
-    return model.logits(model(model.embed(ids), torch.arange(len(ids)), attention))
 
 
 @torch.no_grad()
@@ -64,14 +49,8 @@ def paged_greedy(model: HybridModel, ids: Tensor, *, chunk: int) -> tuple[Tensor
 @pytest.mark.parametrize(("folder", "expected", "window_left"), CHECKPOINTS)
 @pytest.mark.parametrize("case", CASES)
 def test_full_recomputation_equals_transformers(folder: str, expected: str, window_left: int, case: int) -> None:
-    model, golden = model_of(folder, window_left), expected_of(expected)
-    prompt, greedy = golden[f"case{case}.input_ids"].long(), golden[f"case{case}.greedy"].long()
-    # By causality one pass over prompt and answer holds what each greedy step would recompute.
-    logits = dense_logits(model, torch.cat([prompt, greedy[:-1]]))
-    positions = golden[f"case{case}.positions"].long()
-    torch.testing.assert_close(logits[positions], golden[f"case{case}.logits"], atol=TOLERANCE, rtol=0)
-    torch.testing.assert_close(logits[-1], golden[f"case{case}.last_greedy_logits"].flatten(), atol=TOLERANCE, rtol=0)
-    assert logits[len(prompt) - 1 :].argmax(-1).tolist() == greedy.tolist()
+    comparison = compare(model_of(folder, window_left), expected, case)
+    assert comparison.agrees, comparison
 
 
 @pytest.mark.parametrize(("folder", "expected", "window_left"), CHECKPOINTS)

@@ -1,0 +1,170 @@
+"""`mimo inspect`: the published numbers, its keys, its exit codes, and that it stays light."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from cli.app import app
+from cli.load import ConfigError
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "text"
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["inspect", *arguments])
+
+
+def report(*arguments: str) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    content: dict[str, Any] = json.loads(result.stdout)
+    return content
+
+
+def test_numbers_of_v25() -> None:
+    said = report("mimo-v2.5", "--context", "128", "--context", "131072", "--context", "1048576")
+    assert said["total"]["num_elements"] == 310_775_040_000
+    assert said["total"]["num_tensors"] == 73_081
+    assert sum(part["num_elements"] for part in said["parts"]) == 310_775_040_000
+    assert said["audio_tokenizer"]["num_tensors"] == 389
+    assert said["model"]["modalities"] == ["text", "image", "video", "audio"]
+    assert [i for i, kind in enumerate(said["model"]["layer_pattern"]) if kind == "F"] == [
+        0,
+        5,
+        11,
+        17,
+        23,
+        29,
+        35,
+        41,
+        47,
+    ]
+    assert (said["model"]["num_mtp_layers"], said["model"]["window_tokens"]) == (3, 128)
+    kv = said["kv"]
+    assert kv["growing_bytes_per_token"] == 23_040
+    assert kv["window_bytes_per_token"] == 199_680
+    assert kv["constant_bytes"] == 25_559_040
+    assert kv["single_pool_bytes_per_token"] == 222_720
+    assert kv["all_full_layers_bytes_per_token"] == 122_880
+    assert kv["asymptotic_ratio"] == pytest.approx(0.1034, abs=5e-5)
+    assert kv["mtp_window_bytes_per_token"] == 15_360
+    assert [row["size_bytes"] for row in kv["contexts"]] == [
+        128 * 222_720, 23_040 * 131_072 + 25_559_040, 23_040 * 1_048_576 + 25_559_040,
+    ]  # fmt: skip
+    assert kv["contexts"][0]["ratio"] == 1.0
+
+
+def test_numbers_of_pro() -> None:
+    said = report("mimo-v2.5-pro", "--context", "1024", "--context", "8192")
+    assert (said["total"]["num_elements"], said["total"]["num_tensors"]) == (1_023_244_718_976, 159_581)
+    kv = said["kv"]
+    assert (kv["growing_bytes_per_token"], kv["window_bytes_per_token"]) == (51_200, 307_200)
+    assert kv["constant_bytes"] == 39_321_600
+    assert kv["single_pool_bytes_per_token"] == kv["all_full_layers_bytes_per_token"] == 358_400
+    assert kv["asymptotic_ratio"] == pytest.approx(1 / 7)
+    assert [round(row["ratio"], 3) for row in kv["contexts"]] == [0.25, 0.156]
+    assert said["model"]["modalities"] == ["text"]
+
+
+def test_kv_dtype_scales_every_number() -> None:
+    whole, half = report("mimo-nano")["kv"], report("mimo-nano", "--kv-dtype", "fp8")["kv"]
+    for key in ("growing_bytes_per_token", "window_bytes_per_token", "constant_bytes", "mtp_constant_bytes"):
+        assert whole[key] == 2 * half[key] > 0
+
+
+def test_a_checkpoint_with_weights() -> None:
+    said = report(str(GOLDEN / "fused"), "--tensors")
+    assert said["check"]["matches"] is True
+    assert [file["name"] for file in said["files"]] == ["model.safetensors", "model_mtp.safetensors"]
+    assert [file["size_bytes"] for file in said["files"]] == [
+        (GOLDEN / "fused" / file["name"]).stat().st_size for file in said["files"]
+    ]
+    assert sum(file["num_tensors"] for file in said["files"]) == len(said["tensors"]) == said["total"]["num_tensors"]
+    listed = {tensor["name"]: tensor for tensor in said["tensors"]}
+    assert listed["model.mtp.layers.2.eh_proj.weight"] == {
+        "name": "model.mtp.layers.2.eh_proj.weight",
+        "shape": [160, 320],
+        "dtype": "BF16",
+        "part": "mtp",
+        "file": "model_mtp.safetensors",
+    }
+
+
+def test_keys_are_stable() -> None:
+    said = report("mimo-nano")
+    assert list(said) == [
+        "checkpoint", "path", "model", "parts", "total", "audio_tokenizer", "parameters", "kv", "files", "check",
+    ]  # fmt: skip
+    assert list(said["check"]) == [
+        "matches", "missing", "unexpected", "misshapen", "wrong_dtype", "faults", "stored_otherwise",
+    ]  # fmt: skip
+    assert {"num_tensors", "num_elements", "num_params", "size_bytes"} == set(said["total"])
+
+
+@pytest.mark.parametrize("argument", ["fused", "fused/config.json"])
+def test_for_people(argument: str) -> None:
+    result = run(str(GOLDEN / argument))
+    assert result.exit_code == 0
+    assert "7 layers: 3 full (F), 4 with a window of 128 tokens (w)" in result.output
+    assert "Fww Fww F" in result.output
+    assert "8 experts, 2 per token, dense in layer 0" in result.output
+    assert ("counted in the files" if argument == "fused" else "what the family has") in result.output
+    last = "The files hold what" if argument == "fused" else "No weights"
+    assert last in result.output.strip().splitlines()[-1]
+
+
+def test_totals_for_people_are_exact() -> None:
+    output = run("mimo-v2.5").output
+    for number in ("310,775,040,000", "73,081", "25,559,040", "24,184,750,080"):
+        assert number in output
+
+
+def test_a_mismatch_is_listed_and_exits_with_one(tmp_path: Path) -> None:
+    for path in (GOLDEN / "fp8").iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "config.json").unlink()
+    config = json.loads((GOLDEN / "fp8" / "config.json").read_text()) | {"n_routed_experts": 9}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run(str(tmp_path))
+    assert result.exit_code == 1
+    assert "model.layers.1.mlp.experts.8.down_proj.weight" in result.output
+    assert "36 missing" in result.output
+    assert "16 more" in result.output
+    check = json.loads(run(str(tmp_path), "--json").stdout)["check"]
+    assert (check["matches"], len(check["missing"]), len(check["misshapen"])) == (False, 36, 12)
+
+
+def test_a_bad_checkpoint_exits_with_one(tmp_path: Path) -> None:
+    result = run(str(tmp_path))
+    assert result.exit_code == 1
+    assert "config.json is missing" in result.stderr
+
+
+def test_no_such_path_is_a_usage_error() -> None:
+    with pytest.raises(ConfigError, match=r"no such path.*mimo-v2\.5-pro"):
+        CliRunner().invoke(app, ["inspect", "no/where"], catch_exceptions=False)
+    assert run("mimo-nano", "--kv-dtype", "int3").exit_code == 2
+
+
+def test_help_has_an_example() -> None:
+    assert "Example: mimo inspect mimo-v2.5" in run("--help").output
+
+
+def test_torch_is_not_loaded_and_exit_codes_reach_the_shell() -> None:
+    probe = (
+        "import sys; from cli.app import main; sys.argv = ['mimo', 'inspect', *sys.argv[1:]]\n"
+        "try: main()\n"
+        "finally: print('torch' in sys.modules, 'safetensors' in sys.modules, file=sys.stderr)"
+    )
+    for argument, code in (("mimo-nano", 0), ("no/where", 2)):
+        done = subprocess.run(
+            [sys.executable, "-c", probe, argument], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stderr.splitlines()[-1]) == (code, "False False"), done.stderr
