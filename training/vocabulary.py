@@ -57,7 +57,7 @@ def corpus() -> Iterator[str]:
         yield from (word for pair in text.SMALL_TALK for word in pair)
         yield " ".join(("", *text.NAMES, *read.WORDS, *image.CELLS, *video.MOTION_NAMES))
         yield image.describe([(cell, "red", "circle") for cell in range(9)])
-        yield '[{"item": "amber", "colour": "red", "count": 1}, {"item": "lemon", "colour": "blue", "count": 2}]'
+        yield '[{"id": "a", "count": 1, "colour": "red", "item": "amber"}, {"id": "b", "count": 2}]'
     yield from (" ".join(PLAIN_WORDS) for _ in range(6))
     yield TEMPLATE.read_text()
 

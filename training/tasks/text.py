@@ -112,6 +112,7 @@ KEY_QUESTIONS = (
     "Tell me the key of {name}.",
     "Which key belongs to {name}?",
 )
+LETTERS = "abcdefghij"
 RECORD_COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "black", "white")
 RECORD_QUESTIONS = (
     "Write as JSON: {listed}",
@@ -190,12 +191,15 @@ def record_samples(rng: np.random.Generator, count: int) -> list[tuple[int, str,
 
 
 def records(seed: int, index: int) -> Sample:
-    """A list in words to a JSON array, 2 to 12 objects."""
+    """A lettered list to a JSON array, 2 to 10 objects."""
     rng = generator("records", seed, index)
-    rows = record_samples(rng, int(rng.integers(2, 13)))
-    listed = ", ".join(f"{number} {colour} {item}" for number, colour, item in rows)
+    rows = record_samples(rng, int(rng.integers(2, 11)))
+    listed = ", ".join(
+        f"{letter}) {number} {colour} {item}" for letter, (number, colour, item) in zip(LETTERS, rows, strict=False)
+    )
     objects = ", ".join(
-        f'{{"count": {number}, "colour": "{colour}", "item": "{item}"}}' for number, colour, item in rows
+        f'{{"id": "{letter}", "count": {number}, "colour": "{colour}", "item": "{item}"}}'
+        for letter, (number, colour, item) in zip(LETTERS, rows, strict=False)
     )
     question = pick(rng, RECORD_QUESTIONS).format(listed=listed)
     return Sample("records", (Turn((question,), f"[{objects}]"),), pick_system(rng))
