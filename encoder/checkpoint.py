@@ -10,7 +10,7 @@ for as long as the kernel keeps them, so a mapped file next to a filled model wo
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -140,6 +140,27 @@ def shown(names: Iterable[str]) -> str:
     listed = list(names)
     more = len(listed) - _NUM_NAMES_SHOWN
     return ", ".join(listed[:_NUM_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def mismatches(
+    needed: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], not_implemented: Sequence[str] = ()
+) -> list[str]:
+    """Compare shapes by name: a line per kind of difference that lists its tensors; empty where all is as needed.
+
+    `not_implemented` are tensors, each with its dtype, that the caller cannot read.
+    """
+    shapes = [
+        f"{name} (expected {list(shape)}, found {list(found[name])})"
+        for name, shape in needed.items()
+        if name in found and found[name] != shape
+    ]
+    problems: dict[str, Sequence[str]] = {
+        "missing": sorted(needed.keys() - found.keys()),
+        "unexpected": sorted(found.keys() - needed.keys()),
+        "of the wrong shape": shapes,
+        "of a dtype that is not implemented": not_implemented,
+    }
+    return [f"{len(names)} {kind}: {shown(names)}" for kind, names in problems.items() if names]
 
 
 def _read_index(index: Path, wanted: Callable[[str], bool]) -> dict[str, str]:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import uvloop
 import zmq.asyncio
-from safetensors import SafetensorError
 
 from encoder.cache.arena import SHM_DIR, Arena
 from encoder.cache.index import CacheIndex
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _EXIT_REFUSED = 2
 # What `open_server` raises about settings and checkpoints; CheckpointError is a ValueError.
-_REFUSALS = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError, SafetensorError)
+_REFUSALS = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError)
 
 
 @contextmanager

@@ -6,16 +6,17 @@ are read; the language model's are left alone.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
+from encoder.checkpoint import CheckpointError, FileTensor, TensorReader, find_tensors, mismatches
 from encoder.config import AudioConfig, AudioTokenizerConfig, VisionConfig
+from encoder.inventory import used_tokenizer_name
 from encoder.towers.audio import AudioEncoder, AudioTokenizer
 from encoder.towers.vit import VisionTower
 
@@ -24,13 +25,7 @@ AUDIO_PREFIX = "audio_encoder."
 CODE_EMBEDDING_PREFIX = "speech_embeddings."
 TOKENIZER_PREFIX = "encoder."
 TOKENIZER_DIR = "audio_tokenizer"
-INDEX_FILE = "model.safetensors.index.json"
-# Training state of the codebooks and the vocoder's half of the tokenizer: present in files, used by nothing here.
-IGNORED_SUFFIXES = ("_codebook.inited", "_codebook.cluster_size", "_codebook.embed_avg")
-
-
-class CheckpointError(ValueError):
-    """A checkpoint does not hold what its config promises."""
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,31 +44,51 @@ class Towers:
         return None if self.audio_encoder is None else self.audio_encoder.config.out_hidden_size
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One tower, its parameters without memory yet, and the file tensors for them by parameter name.
+
+    `label` is what a message puts before a parameter's name so that it reads as in the file.
+    """
+
+    module: nn.Module
+    tensors: dict[str, FileTensor]
+    label: str
+
+
 def load_towers(model_dir: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Towers:
     """Build and load every tower the checkpoint has, as `dtype` on `device`.
 
-    Raises CheckpointError listing by name all tensors that are missing, unexpected or misshapen.
+    Headers are compared before anything is read; then one tensor at a time is in memory besides the towers.
+    Raises CheckpointError for files that are missing or damaged, or one listing by name all tensors that are missing,
+    unexpected, misshapen or of a dtype that is not implemented.
     """
     config = _read_json(model_dir / "config.json")
-    shards = list(_shards(model_dir, (VISION_PREFIX, AUDIO_PREFIX, CODE_EMBEDDING_PREFIX)))
+    has_vision, has_audio = bool(config.get("vision_config")), bool(config.get("audio_config"))
+    prefixes = (VISION_PREFIX,) * has_vision + (AUDIO_PREFIX, CODE_EMBEDDING_PREFIX) * has_audio
+    found = find_tensors(model_dir, lambda name: name.startswith(prefixes)) if prefixes else {}
     vision = tokenizer = encoder = None
-    problems: list[str] = []
-    if config.get("vision_config"):
-        state = _read(shards, _without_prefix(VISION_PREFIX))
-        vision_config = replace(VisionConfig.from_hf(config), merger_bias="merger.mlp.0.bias" in state)
-        vision = VisionTower(vision_config)
-        problems += _fill(vision, state, VISION_PREFIX, dtype, device)
-    if config.get("audio_config"):
-        audio_config = AudioConfig.from_hf(config)
-        encoder = AudioEncoder(audio_config)
-        problems += _fill(encoder, _read(shards, _audio_name), AUDIO_PREFIX, dtype, device)
-        directory = model_dir / TOKENIZER_DIR
-        tokenizer_config = AudioTokenizerConfig.from_hf(_read_json(directory / "config.json"))
-        tokenizer = AudioTokenizer(tokenizer_config, audio_config.segment_frames)
-        state = _read(list(_shards(directory, None)), _tokenizer_name)
-        problems += _fill(tokenizer, state, f"{TOKENIZER_DIR}/{TOKENIZER_PREFIX}", dtype, device)
-    if problems:
-        raise CheckpointError(f"{model_dir}: " + "; ".join(problems))
+    parts = []
+    # Without memory and without the random numbers that modules start from.
+    with torch.device("meta"):
+        if has_vision:
+            tensors = _below(found, VISION_PREFIX)
+            vision_config = replace(VisionConfig.from_hf(config), merger_bias="merger.mlp.0.bias" in tensors)
+            vision = VisionTower(vision_config)
+            parts.append(_Part(vision, tensors, VISION_PREFIX))
+        if has_audio:
+            audio_config = AudioConfig.from_hf(config)
+            encoder = AudioEncoder(audio_config)
+            top_level = {name: tensor for name, tensor in found.items() if name.startswith(CODE_EMBEDDING_PREFIX)}
+            parts.append(_Part(encoder, _below(found, AUDIO_PREFIX) | top_level, AUDIO_PREFIX))
+            tokenizer_config = AudioTokenizerConfig.from_hf(_read_json(model_dir / TOKENIZER_DIR / "config.json"))
+            tokenizer = AudioTokenizer(tokenizer_config, audio_config.segment_frames)
+            tensors = _tokenizer_tensors(model_dir / TOKENIZER_DIR)
+            parts.append(_Part(tokenizer, tensors, f"{TOKENIZER_DIR}/{TOKENIZER_PREFIX}"))
+    _refuse_mismatch(parts, model_dir)
+    with TensorReader() as reader:
+        for part in parts:
+            _fill(part, reader, dtype, device)
     return Towers(vision, tokenizer, encoder)
 
 
@@ -102,57 +117,49 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _shards(directory: Path, prefixes: tuple[str, ...] | None) -> Iterator[Path]:
-    """Files that may hold tensors with one of the prefixes; every safetensors file where there is no index."""
-    index = directory / INDEX_FILE
-    if not index.is_file():
-        yield from sorted(directory.glob("*.safetensors"))
-        return
-    weight_map: dict[str, str] = _read_json(index)["weight_map"]
-    names = {file for name, file in weight_map.items() if prefixes is None or name.startswith(prefixes)}
-    for name in sorted(names):
-        if not (directory / name).is_file():
-            raise CheckpointError(f"{index} names {name}, which does not exist")
-        yield directory / name
+def _below(tensors: dict[str, FileTensor], prefix: str) -> dict[str, FileTensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _without_prefix(prefix: str) -> Callable[[str], str | None]:
-    return lambda name: name[len(prefix) :] if name.startswith(prefix) else None
+def _tokenizer_tensors(directory: Path) -> dict[str, FileTensor]:
+    """The encoder's tensors of the tokenizer's own file, whose names may carry a prefix or not."""
+    tensors: dict[str, FileTensor] = {}
+    for name, tensor in find_tensors(directory, lambda name: used_tokenizer_name(name) is not None).items():
+        known = str(used_tokenizer_name(name)).removeprefix(TOKENIZER_PREFIX)
+        if known in tensors:
+            raise CheckpointError(f"{tensor.file.name} in {directory.name} holds both {tensors[known].name} and {name}")
+        tensors[known] = tensor
+    return tensors
 
 
-def _audio_name(name: str) -> str | None:
-    return name if name.startswith(CODE_EMBEDDING_PREFIX) else _without_prefix(AUDIO_PREFIX)(name)
+def _refuse_mismatch(parts: Iterable[_Part], model_dir: Path) -> None:
+    needed: dict[str, tuple[int, ...]] = {}
+    found: dict[str, tuple[int, ...]] = {}
+    not_implemented = []
+    for part in parts:
+        expected = part.module.state_dict()
+        needed |= {_file_name(part.label, name): tuple(tensor.shape) for name, tensor in expected.items()}
+        found |= {_file_name(part.label, name): tensor.shape for name, tensor in part.tensors.items()}
+        not_implemented += [
+            f"{_file_name(part.label, name)} ({tensor.dtype})"
+            for name, tensor in part.tensors.items()
+            if name in expected and tensor.dtype not in _DTYPES
+        ]
+    lines = mismatches(needed, found, not_implemented)
+    if lines:
+        raise CheckpointError(f"towers of {model_dir.name} do not match the configuration\n" + "\n".join(lines))
 
 
-def _tokenizer_name(name: str) -> str | None:
-    if name.startswith("decoder.") or name.endswith(IGNORED_SUFFIXES):
-        return None
-    return name.removeprefix(TOKENIZER_PREFIX)
+def _file_name(label: str, name: str) -> str:
+    return name if name.startswith(CODE_EMBEDDING_PREFIX) else label + name
 
 
-def _read(shards: list[Path], rename: Callable[[str], str | None]) -> dict[str, Tensor]:
-    """Tensors whose name `rename` maps to a module parameter name."""
+def _fill(part: _Part, reader: TensorReader, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Read each parameter, cast and move it; the module ends in eval mode, without gradients."""
     state = {}
-    for path in shards:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - a safetensors handle is not iterable
-                target = rename(name)
-                if target is not None:
-                    state[target] = file.get_tensor(name)
-    return state
-
-
-def _fill(
-    module: nn.Module, state: dict[str, Tensor], label: str, dtype: torch.dtype, device: torch.device | str
-) -> list[str]:
-    """Load `state` into the module, cast and move it, set eval mode; returns what does not fit, naming each tensor."""
-    expected = module.state_dict()
-    problems = [f"missing {label}{name}" for name in sorted(expected.keys() - state.keys())]
-    problems += [f"unexpected {label}{name}" for name in sorted(state.keys() - expected.keys())]
-    for name in sorted(expected.keys() & state.keys()):
-        if expected[name].shape != state[name].shape:
-            problems.append(f"{label}{name} is {list(state[name].shape)}, expected {list(expected[name].shape)}")
-    if not problems:
-        module.load_state_dict(state)
-        module.to(device=device, dtype=dtype).eval().requires_grad_(False)
-    return problems
+    for name, tensor in sorted(part.tensors.items(), key=lambda item: (item[1].file, item[1].offset)):
+        stored = torch.empty(tensor.shape, dtype=_DTYPES[tensor.dtype])
+        reader.read_into(tensor, stored.reshape(-1).view(torch.uint8).numpy().data)
+        state[name] = stored.to(device=device, dtype=dtype)
+    part.module.load_state_dict(state, assign=True)
+    part.module.eval().requires_grad_(False)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from types import FrameType
 
 import torch
-from safetensors import SafetensorError
 
 from encoder.client import ArenaReader
 from epd.cache.prefix import PrefixCache
@@ -38,7 +37,7 @@ logger = logging.getLogger(__name__)
 _FLUSH_S = 1.0
 _EXIT_REFUSED = 2
 # What `build_engine` raises about settings and checkpoints, as opposed to a machine that fails.
-REFUSALS = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError, PoolTooSmall, SafetensorError)
+REFUSALS = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError, PoolTooSmall)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -205,7 +204,7 @@ def _scheduler_config(
 
 
 def _arithmetic(config: EngineConfig) -> str:
-    """What decides the values of KV beside the files and the layout: two workers that differ in it must not exchange."""
+    """What decides KV beside files and layout: workers that differ in it must not exchange any."""
     stored = config.dtype if config.weights in (None, "keep") else config.weights
     rows = "plain" if config.qkv_layout == "plain" else "interleaved"
     return f"{config.dtype}, matrices {stored}, qkv {rows}"

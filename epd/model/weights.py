@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from encoder.checkpoint import CheckpointError, FileTensor, TensorReader, find_tensors, shown
+from encoder.checkpoint import CheckpointError, FileTensor, TensorReader, find_tensors, mismatches
 from epd.config import QkvLayout, WeightStorage
 from epd.kernels.quantized import dequantize_fp8, dequantize_mxfp4
 from epd.model.config import TextConfig
@@ -146,7 +146,9 @@ def _sources(tensors: dict[str, FileTensor], slots: dict[str, FileSlot], config:
         if scale in tensors and tensors[scale].dtype not in scale_dtypes:
             dtypes.append(f"{scale} ({tensors[scale].dtype})")
         sources[name] = _Source(slot, tensor, form or "plain", None if scale is None else tensors.get(scale))
-    _refuse_mismatch(tensors, needed, dtypes)
+    lines = mismatches(needed, {name: tensor.shape for name, tensor in tensors.items()}, dtypes)
+    if lines:
+        raise WeightsError("weight files do not match the configuration\n" + "\n".join(lines))
     return sources
 
 
@@ -159,23 +161,6 @@ def _form(tensor: FileTensor, num_dims: int, config: TextConfig) -> Form | None:
     if tensor.dtype == "U8" and config.mxfp4_block is not None and num_dims == 2:
         return "mxfp4"
     return None
-
-
-def _refuse_mismatch(tensors: dict[str, FileTensor], needed: dict[str, tuple[int, ...]], dtypes: list[str]) -> None:
-    shapes = [
-        f"{name} (expected {list(shape)}, found {list(tensors[name].shape)})"
-        for name, shape in needed.items()
-        if name in tensors and tensors[name].shape != shape
-    ]
-    problems = {
-        "missing": sorted(needed.keys() - tensors.keys()),
-        "unexpected": sorted(tensors.keys() - needed.keys()),
-        "of the wrong shape": shapes,
-        "of a dtype that is not implemented": dtypes,
-    }
-    lines = [f"{len(names)} {kind}: {shown(names)}" for kind, names in problems.items() if names]
-    if lines:
-        raise WeightsError("weight files do not match the configuration\n" + "\n".join(lines))
 
 
 def _pack(

@@ -50,7 +50,9 @@ def test_all_problems_are_named_at_once(model_dir: Path) -> None:
             "visual.merger.ln_q.weight": None,
             "visual.surplus": torch.zeros(1),
             "visual.patch_embed.proj.weight": torch.zeros(64, 3, 2, 16, 8),
+            "visual.blocks.0.norm1.weight": torch.zeros(64, dtype=torch.int8),
             "audio_encoder.projection.mlp.0.weight": None,
+            "speech_embeddings.4.weight": torch.zeros(80, 32),
         },
     )
     rewrite(
@@ -63,17 +65,49 @@ def test_all_problems_are_named_at_once(model_dir: Path) -> None:
     )
     with pytest.raises(CheckpointError) as caught:
         load_towers(model_dir, torch.float32)
-    message = str(caught.value)
-    for part in (
-        "missing visual.merger.ln_q.weight",
-        "unexpected visual.surplus",
-        "visual.patch_embed.proj.weight is [64, 3, 2, 16, 8], expected [64, 3, 2, 16, 16]",
-        "missing audio_encoder.projection.mlp.0.weight",
-        "missing audio_tokenizer/encoder.conv1.bias",
-    ):
-        assert part in message
-    assert "decoder" not in message
-    assert "inited" not in message
+    missing = "visual.merger.ln_q.weight", "audio_encoder.projection.mlp.0.weight", "audio_tokenizer/encoder.conv1.bias"
+    assert str(caught.value).splitlines()[1:] == [
+        f"3 missing: {', '.join(sorted(missing))}",
+        "2 unexpected: speech_embeddings.4.weight, visual.surplus",
+        "1 of the wrong shape: visual.patch_embed.proj.weight (expected [64, 3, 2, 16, 16], found [64, 3, 2, 16, 8])",
+        "1 of a dtype that is not implemented: visual.blocks.0.norm1.weight (I8)",
+    ]
+
+
+def test_the_tokenizer_may_leave_its_prefix_away(tiny_model_dir: Path, model_dir: Path) -> None:
+    path = model_dir / "audio_tokenizer" / "model.safetensors"
+    state = {name.removeprefix("encoder."): tensor for name, tensor in load_file(path).items()}
+    state |= {"decoder.conv.weight": torch.zeros(3), "quantizer.vq.layers.0._codebook.cluster_size": torch.ones(64)}
+    save_file(state, path)
+    bare, prefixed = (load_towers(folder, torch.float32).audio_tokenizer for folder in (model_dir, tiny_model_dir))
+    assert bare is not None
+    assert prefixed is not None
+    torch.testing.assert_close(dict(bare.state_dict()), dict(prefixed.state_dict()), atol=0, rtol=0)
+    save_file(state | {"encoder.conv1.bias": state["conv1.bias"].clone()}, path)
+    with pytest.raises(CheckpointError, match=r"holds both .*conv1\.bias"):
+        load_towers(model_dir, torch.float32)
+
+
+def test_towers_take_the_dtype_asked_for_and_want_no_gradients(tiny_model_dir: Path) -> None:
+    towers = load_towers(tiny_model_dir, torch.bfloat16)
+    stored = load_file(tiny_model_dir / "model.safetensors")
+    assert towers.vision is not None
+    assert towers.audio_encoder is not None
+    loaded = export_vision_state(towers.vision) | export_audio_state(towers.audio_encoder)
+    assert {tensor.dtype for tensor in loaded.values()} == {torch.bfloat16}
+    assert all(torch.equal(loaded[name], stored[name].bfloat16()) for name in stored)
+    for module in (towers.vision, towers.audio_encoder, towers.audio_tokenizer):
+        assert module is not None
+        assert not module.training
+        assert not any(parameter.requires_grad or parameter.is_meta for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "audio_tokenizer/model.safetensors"])
+def test_a_file_cut_short_is_named(model_dir: Path, file: str) -> None:
+    path = model_dir / file
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is cut short: [\w.]+ ends at byte"):
+        load_towers(model_dir, torch.float32)
 
 
 def test_shards_are_found_through_the_index(model_dir: Path) -> None:
@@ -90,7 +124,7 @@ def test_shards_are_found_through_the_index(model_dir: Path) -> None:
     (model_dir / "text.safetensors").unlink()  # holds no tower: it is never opened
     assert load_towers(model_dir, torch.float32).vision is not None
     (model_dir / "b.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"names b\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"b\.safetensors is missing: .* says it holds "):
         load_towers(model_dir, torch.float32)
 
 
