@@ -20,8 +20,8 @@ import jinja2.sandbox
 from epd.errors import InvalidRequest
 
 # Passes of loops and macro calls in one render; long conversations take thousands.
-_MAX_STEPS = 2_000_000
-_MAX_EXPONENT = 1024
+_MAX_STEPS = 5_000_000
+_MAX_POWER_BITS = 4096
 _STEP = "count_step"
 # What a template can meet in shapes its author did not think of, beside jinja's own errors.
 _FAILURES = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError)
@@ -59,8 +59,8 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"**"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if isinstance(right, int) and right > _MAX_EXPONENT:
-            raise ValueError(f"exponent {right} is larger than {_MAX_EXPONENT}")
+        if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > _MAX_POWER_BITS:
+            raise ValueError(f"a power has more than {_MAX_POWER_BITS} bits")
         return super().call_binop(context, operator, left, right)
 
 

@@ -1,15 +1,18 @@
 """The official SDK as the client, synchronous and not, streaming and not."""
 
 import asyncio
+import json
 from typing import Any
 
 import openai
 import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from epd.types import Role
-from tests.fakes.gateway import AUDIO_URL, IMAGE_URL, MODEL, VIDEO_URL, Stack, running_gateway, says
+from tests.fakes.gateway import AUDIO_URL, IMAGE_URL, MODEL, RENDERER, VIDEO_URL, Stack, running_gateway, says
 from tests.fakes.stages import until
 from tests.gateway.test_chat import CALL, TOOLS
+from tests.gateway.test_template import even
 
 MESSAGES: list[Any] = [
     {"role": "system", "content": "Be brief."},
@@ -106,3 +109,130 @@ async def test_a_stream_that_is_closed_early_stops_the_work() -> None:
         await stream.close()
         await until(lambda: stack.worker.num_running == 0)
         assert not stack.encoder.leases
+
+
+THINKING_CALLS = (
+    "<think>Two cities.</think>I look.\n<tool_call>\n<function=weather>\n<parameter=city>Paris</parameter>\n"
+    "</function>\n</tool_call>\n<tool_call><function=weather><parameter=city>Rome</parameter><parameter=days>2</parameter></function>"
+    "</tool_call>\n<tool_call><function=nothing></function></tool_call>"
+)
+UNKNOWN = "\n<tool_call><function=nothing></function></tool_call>"
+CITIES = [{"city": "Paris"}, {"city": "Rome", "days": 2}]
+
+
+async def accumulated(client: openai.AsyncOpenAI, **options: Any) -> Any:
+    """A streamed answer put together by the SDK."""
+    state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
+    stream = await client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, stream=True, stream_options={"include_usage": True}, **options
+    )
+    async for chunk in stream:
+        state.handle_chunk(chunk)
+    return state.current_completion_snapshot
+
+
+async def whole_and_streamed(stack: Stack, client: openai.AsyncOpenAI, **options: Any) -> list[Any]:
+    whole = await client.chat.completions.create(model=MODEL, messages=MESSAGES, **options)  # type: ignore[call-overload]
+    return [whole, await accumulated(client, **options)]
+
+
+@pytest.mark.parametrize("roles", [(Role.BOTH,), (Role.PREFILL, Role.DECODE)])
+async def test_reasoning_text_and_calls_whole_and_accumulated(roles: tuple[Role, ...]) -> None:
+    async with running_gateway(says(THINKING_CALLS), roles=roles) as stack, async_client(stack) as client:
+        for answer in await whole_and_streamed(stack, client, tools=TOOLS, reasoning_effort="medium"):
+            choice = answer.choices[0]
+            assert choice.finish_reason == "tool_calls"
+            assert choice.message.reasoning_content == "Two cities."
+            assert choice.message.content == "I look." + UNKNOWN
+            calls = choice.message.tool_calls
+            assert [(call.type, call.function.name) for call in calls] == [("function", "weather")] * 2
+            assert [json.loads(call.function.arguments) for call in calls] == CITIES
+            assert len({call.id for call in calls}) == 2
+            num_tokens = len(RENDERER.vocabulary.encode_plain("Two cities."))
+            assert answer.usage.completion_tokens_details.reasoning_tokens == num_tokens
+
+
+async def test_one_call_at_most() -> None:
+    async with running_gateway(says(THINKING_CALLS)) as stack, async_client(stack) as client:
+        for answer in await whole_and_streamed(stack, client, tools=TOOLS, parallel_tool_calls=False):
+            choice = answer.choices[0]
+            assert choice.finish_reason == "tool_calls"
+            assert choice.message.content == "I look."
+            assert [json.loads(call.function.arguments) for call in choice.message.tool_calls] == CITIES[:1]
+            assert answer.usage.completion_tokens < len(RENDERER.vocabulary.encode(THINKING_CALLS)) - 10
+        await until(lambda: stack.worker.num_running == 0)
+
+
+async def test_nothing_but_a_call_has_no_content() -> None:
+    only = "<think></think>\n<tool_call>\n<function=weather>\n</function>\n</tool_call>\n"
+    async with running_gateway(says(only)) as stack, async_client(stack) as client:
+        for answer in await whole_and_streamed(stack, client, tools=TOOLS):
+            message = answer.choices[0].message
+            assert not message.content
+            assert getattr(message, "reasoning_content", None) is None
+            assert [call.function.arguments for call in message.tool_calls] == ["{}"]
+            assert answer.usage.completion_tokens_details.reasoning_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "limit", "reasoning", "content"),
+    [
+        ("<think>one two three four", None, "one two three four", ""),
+        ("<think>one two three four</think>five", 3, "one two", ""),
+        ("Look.\n<tool_call>\n<function=weather>\n</function>\n</tool_call>", 6, None, None),
+        ("a<tool_call>no XML</tool_call>b", None, None, "a<tool_call>no XML</tool_call>b"),
+    ],
+)
+async def test_what_is_left_open_is_what_it_was(
+    answer: str, limit: int | None, reasoning: str | None, content: str | None
+) -> None:
+    """Reasoning that nothing closed, a block that the limit cut (`content` None: what the tokens spell), bad markup."""
+    ids = RENDERER.vocabulary.encode(answer)
+    content = RENDERER.vocabulary.spell(ids[:limit]).decode() if content is None else content
+    async with running_gateway(lambda _: ids) as stack, async_client(stack) as client:
+        limits = {} if limit is None else {"max_tokens": limit}
+        for got in await whole_and_streamed(stack, client, tools=TOOLS, **limits):
+            choice = got.choices[0]
+            assert choice.finish_reason == ("stop" if limit is None else "length")
+            assert getattr(choice.message, "reasoning_content", None) == reasoning
+            assert choice.message.content == content
+            assert not choice.message.tool_calls
+
+
+@pytest.mark.parametrize(
+    ("stop", "reasoning", "content", "reason"),
+    [
+        ("cit", "Two ", "", "stop"),
+        ("</think>", "Two cities.", "", "stop"),
+        ("look", "Two cities.", "I ", "stop"),
+        ("Paris</", "Two cities.", "I look.\n<tool_call>\n<function=weather>\n<parameter=city>", "stop"),
+        ("Rome", "Two cities.", "I look.\n<tool_call><function=weather><parameter=city>", "tool_calls"),
+    ],
+)
+async def test_a_stop_string_counts_wherever_the_model_writes_it(
+    stop: str, reasoning: str, content: str, reason: str
+) -> None:
+    """In reasoning, in tags and in calls: what is open then ends as it stands."""
+    async with running_gateway(says(THINKING_CALLS)) as stack, async_client(stack) as client:
+        for answer in await whole_and_streamed(stack, client, tools=TOOLS, stop=[stop]):
+            choice = answer.choices[0]
+            assert choice.finish_reason == reason
+            assert choice.message.reasoning_content == reasoning
+            assert choice.message.content == content
+
+
+async def test_a_conversation_with_calls_is_echoed_back() -> None:
+    """What the SDK gives is what the next turn shows to the model, token for token what the model had written."""
+    answer = "<think>Two cities.</think>I look.<tool_call>\n<function=weather><parameter=city>Paris</parameter>\n"
+    answer += "</function>\n</tool_call>"
+    async with running_gateway(says(answer)) as stack, async_client(stack) as client:
+        question = [{"role": "user", "content": "?"}]
+        options: dict[str, Any] = {"model": MODEL, "tools": TOOLS, "reasoning_effort": "high"}
+        first = await client.chat.completions.create(messages=question, **options)
+        message = first.choices[0].message
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}
+        await client.chat.completions.create(messages=[*question, message, result], **options)
+        prompts = [RENDERER.vocabulary.spell(request.token_ids).decode() for request in stack.worker.submitted]
+        assert prompts[1].startswith(prompts[0])
+        written = prompts[1].removeprefix(prompts[0]).partition("<|im_end|>")[0]
+        assert even(written) == even(answer)
