@@ -6,6 +6,7 @@ import typer
 
 from cli.chat import chat
 from cli.encode import encode
+from cli.eval import evaluate
 from cli.inspect import inspect
 from cli.load import ConfigError
 from cli.serve import serve
@@ -20,6 +21,7 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(encode)
 app.command()(chat)
+app.command("eval")(evaluate)
 app.command()(inspect)
 
 

@@ -77,7 +77,7 @@ def serve(
         setting or [],
     )
     if flags.get("gateway", {}).get("port") == 0:
-        flags["gateway"]["port"] = _free_port(host or "127.0.0.1")
+        flags["gateway"]["port"] = free_port(host or "127.0.0.1")
     try:
         with run_directory() as runtime_dir:
             resolved = load(runtime_dir=runtime_dir, file=config, flags=flags)
@@ -145,7 +145,7 @@ async def _serve(config: ServeConfig) -> None:
 
 async def _serve_processes(config: ServeConfig, stop: asyncio.Event) -> None:
     supervisor = Supervisor(
-        build_stages(config), runtime_dir=config.runtime_dir, config=config.supervisor, on_event=_show_event
+        build_stages(config), runtime_dir=config.runtime_dir, config=config.supervisor, on_event=show_event
     )
     await supervisor.start()
     waits = [
@@ -169,7 +169,7 @@ async def _serve_processes(config: ServeConfig, stop: asyncio.Event) -> None:
         await supervisor.stop()
 
 
-def _show_event(event: StageEvent) -> None:
+def show_event(event: StageEvent) -> None:
     if event.what == "started":
         console.print(f"  {event.name:<12} pid {event.pid}", style="dim")
     elif event.what == "silent":
@@ -179,17 +179,23 @@ def _show_event(event: StageEvent) -> None:
 
 
 async def _announce(config: ServeConfig) -> None:
-    """Wait until every stage is ready, then say where the API is. Raises StageFailed after `start_timeout_s`."""
+    """Wait until every stage is ready, then say where the API is. Raises StageFailed."""
     started_s = time.monotonic()
-    url = f"http://{_reach(config)}/ready"
+    await until_ready(config)
+    console.print(f"ready after {time.monotonic() - started_s:.1f} s")
+    _greet(config)
+
+
+async def until_ready(config: ServeConfig) -> None:
+    """Wait until every stage is ready. Raises StageFailed after `start_timeout_s`."""
+    started_s = time.monotonic()
+    url = f"http://{reach(config)}/ready"
     reasons = "no answer yet"
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
         while time.monotonic() - started_s < config.supervisor.start_timeout_s:
             try:
                 async with session.get(url) as response:
                     if response.status == 200:
-                        console.print(f"ready after {time.monotonic() - started_s:.1f} s")
-                        _greet(config)
                         return
                     reasons = await response.text()
             except (aiohttp.ClientError, TimeoutError) as error:
@@ -198,14 +204,14 @@ async def _announce(config: ServeConfig) -> None:
     raise StageFailed(f"not ready after {config.supervisor.start_timeout_s:.0f} s: {reasons}")
 
 
-def _reach(config: ServeConfig) -> str:
+def reach(config: ServeConfig) -> str:
     """host:port to reach a server that may listen on every interface."""
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.gateway.host, config.gateway.host)
     return f"{host}:{config.gateway.port}"
 
 
 def _greet(config: ServeConfig) -> None:
-    url = f"http://{_reach(config)}/v1/chat/completions"
+    url = f"http://{reach(config)}/v1/chat/completions"
     sample = next(
         (root / "picture.png" for root in config.gateway.fetch.media_roots if (root / "picture.png").exists()), None
     )
@@ -217,14 +223,14 @@ def _greet(config: ServeConfig) -> None:
         ]
     body = {"model": config.model_name, "stream": True, "messages": [{"role": "user", "content": content}]}
     console.print(
-        f"\n[bold]{config.model_name}[/] in mode {config.mode} at [bold]http://{_reach(config)}[/]   (Ctrl-C stops)\n"
+        f"\n[bold]{config.model_name}[/] in mode {config.mode} at [bold]http://{reach(config)}[/]   (Ctrl-C stops)\n"
     )
     console.print(
         f"curl -N {url} -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n", soft_wrap=True, markup=False
     )
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str) -> int:
     with socket.create_server((host, 0)) as probe:
         port: int = probe.getsockname()[1]
         return port
