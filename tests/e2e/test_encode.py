@@ -65,7 +65,7 @@ def read(path: Path) -> tuple[dict[str, NDArray[np.float32]], dict[str, str]]:
 
 
 async def ask_server(
-    address: str, files: dict[str, tuple[Modality, bytes]]
+    address: str, files: dict[str, tuple[Modality, bytes]], options: MediaOptions
 ) -> dict[str, tuple[str, NDArray[np.float32]]]:
     """All files at once, so that the server batches as it likes."""
     processor = ProcessorConfig.from_hf(json.loads((MODEL_DIR / "config.json").read_text()))
@@ -74,15 +74,15 @@ async def ask_server(
         reader = ArenaReader()
 
         async def one(modality: Modality, content: bytes) -> tuple[str, NDArray[np.float32]]:
-            options = MediaOptions()
+            applying = options.applying_to(modality)
             key = media_key(
                 content,
                 modality=modality,
-                options=options,
+                options=applying,
                 processor=processor,
                 tower_fingerprint=info.fingerprint,
             )
-            reply = await client.encode(content, modality, options, key, time.time() + 120)
+            reply = await client.encode(content, modality, applying, key, time.time() + 120)
             rows = reader.array(reply.ref).copy()
             client.release(reply.ref)
             return reply.key, rows
@@ -91,9 +91,15 @@ async def ask_server(
     return dict(zip(files, answers, strict=True))
 
 
-def test_file_equals_server(encoded: Path, tmp_path: Path) -> None:
-    tensors, metadata = read(encoded)
-    entries = {name: json.loads(metadata[name]) for name in tensors}
+OPTIONS = MediaOptions(fps=3.0, max_frames=6, min_frames=3, min_pixels=9000, max_pixels=20_000, detail="low")
+FLAGS = ["--fps", "3", "--max-frames", "6", "--min-frames", "3", "--min-pixels", "9000", "--max-pixels", "20000"]
+FLAGS += ["--detail", "low"]
+
+
+def test_file_equals_server(encoded: Path, media_dir: Path, tmp_path: Path) -> None:
+    with_options = tmp_path / "options.safetensors"
+    done = mimo("encode", str(media_dir), "--out", str(with_options), *FLAGS, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     stage = EncoderStage(
         config=EncoderConfig(),
         model_dir=MODEL_DIR,
@@ -103,18 +109,28 @@ def test_file_equals_server(encoded: Path, tmp_path: Path) -> None:
     )
     write_settings(stage, tmp_path / "encoder.json")
     command = [sys.executable, "-m", "cli.stage", "encoder", "--name", stage.name, "--parent", str(os.getpid())]
+    keys = []
     with subprocess.Popen([*command, "--settings", str(tmp_path / "encoder.json")], cwd=ROOT) as process:
         try:
-            files = {name: (Modality(entry["modality"]), Path(name).read_bytes()) for name, entry in entries.items()}
-            served = asyncio.run(ask_server(stage.address, files))
+            for path, options in ((encoded, MediaOptions()), (with_options, OPTIONS)):
+                tensors, metadata = read(path)
+                entries = {name: json.loads(metadata[name]) for name in tensors}
+                files = {
+                    name: (Modality(entry["modality"]), Path(name).read_bytes()) for name, entry in entries.items()
+                }
+                served = asyncio.run(ask_server(stage.address, files, options))
+                assert len(tensors) == 8
+                for name, rows in tensors.items():
+                    key, expected = served[name]
+                    assert entries[name]["key"] == key
+                    assert rows.tobytes() == expected.tobytes(), name
+                keys.append({name: entry["key"] for name, entry in entries.items()})
         finally:
             process.terminate()
     assert process.returncode == 0
-    assert len(tensors) == 8
-    for name, rows in tensors.items():
-        key, expected = served[name]
-        assert entries[name]["key"] == key
-        assert rows.tobytes() == expected.tobytes(), name
+    # The options say nothing of a sound, and something of every picture and clip.
+    same = {Path(name).name for name in keys[0] if keys[0][name] == keys[1][name]}
+    assert same == {"tones.wav"}
 
 
 def test_metadata_describes_each_tensor(encoded: Path) -> None:
@@ -177,7 +193,13 @@ def test_nothing_is_written_when_nothing_could_be_read(tmp_path: Path) -> None:
         (["."], "no image, video or audio"),
         (["x.png", "--model", "nothing"], "nothing"),
         (["x.png", "--out", "no/such/dir/x.safetensors"], "no/such/dir"),
-        (["x.png", "--fps", "-1"], "fps"),
+        (["x.png", "--fps", "-1"], "fps is -1.0, allowed is 0.001 to 240"),
+        (["x.png", "--fps", "nan"], "fps is nan"),
+        (["x.png", "--fps", "1"], "--fps is an option for video files"),
+        (["x.png", "--modality", "audio", "--detail", "low"], "--detail is an option for image files"),
+        (["x.png", "--detail", "ultra"], "ultra"),
+        (["x.png", "--min-pixels", "9", "--max-pixels", "8"], "max_pixels is 8"),
+        (["x.png", "--detail", "low", "--max-pixels", "300000"], "detail is low"),
         (["x.png", "--threads", "0"], "threads"),
         (["x.png", "--out", "x.png"], "one of the inputs"),
         (["x.png", "--out", "."], "not a regular file"),
