@@ -44,9 +44,9 @@ def test_a_prefix_is_reused_and_nothing_heals(checkpoint: Checkpoint, make_bench
     bench = make_bench()
     bench.submit(make_request("a", PROMPT, ignore_eos=True))
     bench.run()
-    bench.submit(make_request("b", PROMPT[:50] + [9, 9], ignore_eos=True))
+    bench.submit(make_request("b", [*PROMPT[:50], 9, 9], ignore_eos=True))
     bench.run()
-    assert bench.answers["b"] == truth(checkpoint, PROMPT[:50] + [9, 9])
+    assert bench.answers["b"] == truth(checkpoint, [*PROMPT[:50], 9, 9])
     # Any page boundary may be resumed from, wherever windows were kept in other models.
     assert bench.finishes["b"].usage.cached_tokens == 48
     assert bench.finishes["b"].usage.healed_tokens == 0

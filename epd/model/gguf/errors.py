@@ -1,0 +1,5 @@
+"""Refusals of the import."""
+
+
+class GgufError(ValueError):
+    """A file that is no GGUF, is damaged, or holds something this model does not implement; the message names it."""
