@@ -1,6 +1,6 @@
 """The arrows between packages, checked on the syntax tree: `TYPE_CHECKING` and in-function imports count.
 
-cli -> epd -> encoder -> preprocess          never up, never sideways
+cli -> epd -> encoder -> preprocess          never up, never sideways; cli/eval.py alone knows training
 inside epd: gateway -> router -> transport -> types; engine -> {cache -> kv, model -> kernels, transport} -> types
 """
 
@@ -100,6 +100,20 @@ def test_layers_inside_epd() -> None:
     assert not faults, "\n".join(faults)
 
 
+def test_only_the_evaluation_imports_training_and_only_what_is_light() -> None:
+    """The built-in model's tasks are asked by `mimo eval`; nothing that serves knows how a model is trained."""
+    faults = []
+    for package in ORDER:
+        for path in python_files(package):
+            for line, dotted in imported_modules(path):
+                if dotted.split(".")[0] != "training":
+                    continue
+                allowed = path.relative_to(ROOT).as_posix() == "cli/eval.py"
+                if not allowed or not dotted.startswith(("training.files.", "training.tasks.")):
+                    faults.append(f"{path.relative_to(ROOT)}:{line}: {dotted}")
+    assert not faults, "\n".join(faults)
+
+
 def test_no_module_is_a_grab_bag() -> None:
     names = {"utils.py", "helpers.py", "common.py", "misc.py"}
     found = [str(path) for package in ORDER for path in python_files(package) if path.name in names]
@@ -107,7 +121,8 @@ def test_no_module_is_a_grab_bag() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["preprocess", "encoder.types", "encoder.wire", "epd.types", "epd.gateway.app", "cli.app"]
+    "module",
+    ["preprocess", "encoder.types", "encoder.wire", "epd.types", "epd.gateway.app", "cli.app", "training.files"],
 )
 def test_light_modules_do_not_load_torch(module: str) -> None:
     """The gateway, the wire and the command line start without paying for torch."""
