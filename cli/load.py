@@ -13,10 +13,11 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from cli.models import PACKAGED_MODELS, ModelUnavailable, imported_model, is_imported
 from encoder.config import EncoderConfig
 from epd.config import EngineConfig, FetchPolicy, GatewayConfig
 from epd.types import Role
@@ -26,8 +27,8 @@ MODES: tuple[Mode, ...] = ("epd", "e-pd", "unified")
 BUILTIN_MODELS = {"mimo-nano": Path(__file__).parent.parent / "epd" / "builtin" / "mimo-nano"}
 CONFIGS = Path(__file__).parent.parent / "configs"
 ENV_PREFIX = "MIMO_"
-# Of scripts/check and of the tests.
-_NOT_SETTINGS = ("MIMO_VENV", "MIMO_TEST_EFFORT")
+# Of scripts/check, of the tests, and of cli.models: no settings of a deployment.
+_NOT_SETTINGS = ("MIMO_VENV", "MIMO_TEST_EFFORT", "MIMO_CACHE_DIR")
 
 SettingsT = TypeVar("SettingsT")
 
@@ -111,8 +112,14 @@ def _convert(section: str, owner: type[Any], values: Mapping[str, Any]) -> dict[
         try:
             converted[key] = msgspec.convert(value, hints[key], strict=False, dec_hook=_dec_hook)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"{section}.{key} is {value!r}: {error}") from error
+            raise ConfigError(f"{section}.{key} is {value!r}: {error}{_choices(hints[key])}") from error
     return converted
+
+
+def _choices(hint: Any) -> str:
+    """What a setting of few values may be, as the end of a sentence."""
+    literals = [kind for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal]
+    return f"; allowed: {', '.join(str(value) for kind in literals for value in get_args(kind))}" if literals else ""
 
 
 def _build(section: str, owner: type[SettingsT], values: Mapping[str, Any], **derived: Any) -> SettingsT:
@@ -179,15 +186,33 @@ def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def resolve_model(model: str) -> tuple[Path, str]:
-    """A built-in name or a directory in Hugging Face layout; the served name is the directory's."""
+def resolve_model(model: str, environ: Mapping[str, str] | None = None) -> tuple[Path, str]:
+    """A built-in or packaged name, a directory in Hugging Face layout, or a GGUF file, which is imported first.
+
+    The served name is the directory's or the file's. Raises ConfigError.
+    """
+    if is_imported(model):
+        try:
+            return imported_model(model, os.environ if environ is None else environ)
+        except ModelUnavailable as error:
+            raise ConfigError(str(error)) from error
     model_dir = BUILTIN_MODELS.get(model, Path(model).expanduser())
     if not (model_dir / "config.json").is_file():
-        names = ", ".join(BUILTIN_MODELS)
+        names = ", ".join([*BUILTIN_MODELS, *PACKAGED_MODELS])
         raise ConfigError(
-            f"model is {model!r}: no {model_dir / 'config.json'}; give a built-in name ({names}) or a model directory"
+            f"model is {model!r}: no {model_dir / 'config.json'}; give a built-in name ({names}), a model directory or "
+            "a .gguf file"
         )
     return model_dir, model if model in BUILTIN_MODELS else model_dir.resolve().name
+
+
+def takes_media(model_dir: Path) -> bool:
+    """A checkpoint without a processor is text only and has no towers for an encoder to run. Raises ConfigError."""
+    try:
+        config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{model_dir / 'config.json'} is no JSON: {error}") from error
+    return isinstance(config, dict) and isinstance(config.get("processor_config"), dict)
 
 
 def load(
@@ -199,23 +224,23 @@ def load(
 ) -> ServeConfig:
     """Resolve one deployment. Raises ConfigError."""
     layers = [read_file(file)] if file else []
-    settings = merge(*layers, env_settings(os.environ if environ is None else environ), flags or {})
+    environ = os.environ if environ is None else environ
+    settings = merge(*layers, env_settings(environ), flags or {})
     mode = settings.get("mode", "epd")
     if mode not in MODES:
         raise ConfigError(f"mode is {mode!r}; allowed: {', '.join(MODES)}")
-    model_dir, model_name = resolve_model(str(settings.get("model", "mimo-nano")))
+    model_dir, model_name = resolve_model(str(settings.get("model", "mimo-nano")), environ)
     model_name = str(settings.get("model_name", model_name))
     model: dict[str, Any] = {"model_dir": model_dir, "model_name": model_name}
 
-    counts = _counts(mode, settings)
+    counts = _counts(mode, settings, takes_media=takes_media(model_dir))
 
     def address(stage: str, index: int) -> str:
         return f"inproc://{stage}-{index}" if mode == "unified" else f"ipc://{runtime_dir}/{stage}-{index}"
 
-    encoders = tuple(
-        _build("encoder", EncoderConfig, _without_replicas(settings.get("encoder", {})))
-        for _ in range(counts["encoder"])
-    )
+    # Built, and thereby checked, also where it is not used.
+    encoder = _build("encoder", EncoderConfig, _without_replicas(settings.get("encoder", {})))
+    encoders = (encoder,) * counts["encoder"]
 
     def engines(stage: str, role: Role) -> tuple[EngineConfig, ...]:
         # Converted one by one, so that an error names the section that holds the value.
@@ -253,13 +278,18 @@ def load(
     )
 
 
-def _counts(mode: Mode, settings: Mapping[str, Any]) -> dict[str, int]:
-    """Processes per stage: one of each in unified mode, no decode stage where prefill workers decode."""
+def _counts(mode: Mode, settings: Mapping[str, Any], *, takes_media: bool) -> dict[str, int]:
+    """Processes per stage: one of each in unified mode, no decode stage where prefill workers decode, no encoder for a
+    model of text alone."""
     counts = {stage: _replicas(stage, settings.get(stage, {})) for stage in _STAGES}
     if mode == "unified":
         for stage, count in counts.items():
             if count != 1:
                 raise ConfigError(f"{stage}.replicas is {count}; unified mode is one process, allowed: 1")
+    if not takes_media:
+        if counts["encoder"] > 1:
+            raise ConfigError(f"encoder.replicas is {counts['encoder']}; this model takes text only and has no encoder")
+        counts["encoder"] = 0
     if mode == "epd":
         return counts
     if settings.get("decode"):

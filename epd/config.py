@@ -5,7 +5,7 @@ Nothing below this module reads an environment variable or a file of settings.
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from epd.types import Role
 
@@ -19,6 +19,11 @@ def _positive(owner: str, **values: float) -> None:
     for name, value in values.items():
         if value <= 0:
             raise ValueError(f"{owner}.{name} is {value}; it must be greater than 0")
+
+
+def _one_of(key: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{key} is {value!r}; allowed: {', '.join(str(choice) for choice in allowed)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +58,13 @@ class EngineConfig:
     decode_release_interval_tokens: int = 128
     window_left: int | None = None
     # How long a gateway may be silent before its requests are ended here. Longer than `GatewayConfig.worker_timeout_s`:
-    # of two processes that cannot hear each other the gateway gives up first, since only it can try elsewhere. As long a
-    # worker that has drained waits until its gateways have read the last answers.
+    # of two processes that cannot hear each other the gateway gives up first, since only it can try elsewhere. As
+    # long a worker that has drained waits until its gateways have read the last answers.
     peer_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
+        _one_of("engine.weights", self.weights, (None, *get_args(WeightStorage)))
+        _one_of("engine.qkv_layout", self.qkv_layout, get_args(QkvLayout))
         _positive(
             "engine",
             threads=self.threads,

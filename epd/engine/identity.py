@@ -7,6 +7,7 @@ from pathlib import Path
 
 import xxhash
 
+from epd.config import EngineConfig
 from epd.kv.layout import KvLayout
 from epd.types import Role
 
@@ -30,11 +31,21 @@ def new_incarnation() -> str:
     return uuid.uuid4().hex
 
 
-def kv_fingerprint(model_dir: Path, layout: KvLayout, *, dtype: str) -> str:
-    """32 hex digits over the weights, the configuration and the KV layout: equal means KV may be exchanged."""
+def kv_arithmetic(config: EngineConfig) -> str:
+    """What decides the values of KV beside files and layout: dtypes, and the order in which fused rows are read.
+
+    Matrices kept as in the files are those that loading them as `dtype` gives.
+    """
+    stored = config.dtype if config.weights in (None, "keep") else config.weights
+    rows = "plain" if config.qkv_layout == "plain" else "interleaved"
+    return f"{config.dtype}, matrices {stored}, fused rows {rows}"
+
+
+def kv_fingerprint(model_dir: Path, layout: KvLayout, *, arithmetic: str) -> str:
+    """32 hex digits over weights, configuration, KV layout and `kv_arithmetic`: equal means KV may be exchanged."""
     digest = xxhash.xxh3_128()
     config = json.loads((model_dir / "config.json").read_text())
-    for part in (json.dumps(config, sort_keys=True), layout.identity, dtype):
+    for part in (json.dumps(config, sort_keys=True), layout.identity, arithmetic):
         digest.update(part.encode())
     for path in sorted(model_dir.glob("*.safetensors")):
         size_bytes = path.stat().st_size

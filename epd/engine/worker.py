@@ -17,7 +17,7 @@ from epd.config import EngineConfig
 from epd.engine.admission import Limits
 from epd.engine.clock import Clock
 from epd.engine.handoff import KvMover
-from epd.engine.identity import WorkerIdentity, kv_fingerprint, new_incarnation
+from epd.engine.identity import WorkerIdentity, kv_arithmetic, kv_fingerprint, new_incarnation
 from epd.engine.loop import EngineLoop
 from epd.engine.runner import EmbeddingReader, Runner
 from epd.engine.scheduler import Scheduler, SchedulerConfig
@@ -147,7 +147,7 @@ def build_engine(
         retention=retention,
         enabled=config.prefix_cache,
     )
-    fingerprint = kv_fingerprint(config.model_dir, layout, dtype=_arithmetic(config))
+    fingerprint = kv_fingerprint(config.model_dir, layout, arithmetic=kv_arithmetic(config))
     identity = _identity(config, model.config, pools)
     scheduler = Scheduler(_scheduler_config(config, model.config, identity, fingerprint), cache, clock)
     mover = KvMover(storage, fingerprint=fingerprint)
@@ -201,13 +201,6 @@ def _scheduler_config(
         max_running=config.max_running,
         heal_tokens=sum(layer.window_left or 0 for layer in text.layers),
     )
-
-
-def _arithmetic(config: EngineConfig) -> str:
-    """What decides KV beside files and layout: workers that differ in it must not exchange any."""
-    stored = config.dtype if config.weights in (None, "keep") else config.weights
-    rows = "plain" if config.qkv_layout == "plain" else "interleaved"
-    return f"{config.dtype}, matrices {stored}, qkv {rows}"
 
 
 def _dtype(config: EngineConfig) -> torch.dtype:

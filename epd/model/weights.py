@@ -39,6 +39,7 @@ _TOWER_PREFIXES = ("visual.", "audio_encoder.", "speech_embeddings.")
 _PLAIN_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _EXPONENT_DTYPES = {"U8": torch.uint8, "F8_E8M0": torch.uint8}
 _DTYPES = _PLAIN_DTYPES | _EXPONENT_DTYPES | {"F8_E4M3": torch.float8_e4m3fn}
+_STORAGE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Elements converted at a time, 16 MiB in fp32.
 _PIECE_ELEMENTS = 4 << 20
 
@@ -84,7 +85,7 @@ def load_text_model(
     model = HybridModel(config, _num_mtp_layers(tensors), dtype=dtype, device="meta")
     sources = _sources(tensors, dict(file_slots(model, fused)), config)
     pieces = _pack(sources.values(), config, dtype, device) if weights == "keep" else {}
-    matrix_dtype = dtype if weights in (None, "keep") else _PLAIN_DTYPES["F32" if weights == "float32" else "BF16"]
+    matrix_dtype = dtype if weights is None or weights == "keep" else _STORAGE_DTYPES[weights]
     _allocate(model, sources, matrix_dtype, device)
     with TensorReader() as reader:
         for name, source in sorted(sources.items(), key=lambda item: (item[1].tensor.file, item[1].tensor.offset)):

@@ -40,6 +40,17 @@ def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
     assert config.prefill[0].chunk_tokens == 100
 
 
+def test_weights_have_a_storage_of_their_own(tmp_path: Path) -> None:
+    toml = "[engine]\nweights = 'keep'\nqkv_layout = 'plain'\n[decode]\nweights = 'bfloat16'\n"
+    prefill, decode = (
+        engines[0] for engines in (load_with(tmp_path, toml=toml).prefill, load_with(tmp_path, toml=toml).decode)
+    )
+    assert (prefill.weights, prefill.qkv_layout, prefill.dtype) == ("keep", "plain", "float32")
+    assert (decode.weights, decode.qkv_layout, decode.dtype) == ("bfloat16", "plain", "float32")
+    assert load_with(tmp_path).prefill[0].weights is None
+    assert load_with(tmp_path, toml=toml, environ={"MIMO_DECODE__WEIGHTS": "null"}).decode[0].weights is None
+
+
 def test_stage_section_overrides_engine_for_its_role(tmp_path: Path) -> None:
     toml = "[engine]\nmax_running = 4\n[decode]\nmax_running = 64\nreplicas = 2\n"
     config = load_with(tmp_path, toml=toml)
@@ -62,6 +73,8 @@ def test_stage_section_overrides_engine_for_its_role(tmp_path: Path) -> None:
         ({"model": "no-such-model"}, ["no-such-model", "mimo-nano"]),
         ({"encoder": {"replicas": 0}}, ["encoder.replicas", "0", "64"]),
         ({"engine": {"page_size": "7.5"}}, ["engine.page_size", "7.5"]),
+        ({"engine": {"weights": "int4"}}, ["engine.weights", "int4", "bfloat16, float32, keep"]),
+        ({"decode": {"qkv_layout": "guess"}}, ["decode.qkv_layout", "guess", "auto, interleaved, plain"]),
         ({"fetch": {"media_roots": ["/no/such/directory"]}}, ["media_roots", "/no/such/directory"]),
         ({"mode": "unified", "encoder": {"replicas": 2}}, ["encoder.replicas", "2", "unified"]),
         ({"mode": "e-pd", "decode": {"max_running": 2}}, ["decode.max_running", "e-pd"]),
