@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from epd.gateway.toolcalls import CALL_CLOSE, CALL_OPEN, ToolCall, Tools, parse_block
+from epd.gateway.toolcalls import CALL_CLOSE, CALL_OPEN, CallReader, ToolCall, Tools
 
 THINK_OPEN = "<think>"
 THINK_CLOSE = "</think>"
@@ -58,7 +58,7 @@ class AnswerParser:
 
     def __init__(self, *, tools: Tools | None, in_reasoning: bool = False) -> None:
         """`tools` maps a function name to its parameters schema. `in_reasoning`: the prompt opened `<think>`."""
-        self._tools = tools
+        self._calls = None if tools is None else CallReader(tools)
         self._state: Literal["start", "reasoning", "content", "call"] = "reasoning" if in_reasoning else "start"
         self._held = ""
         """The end of the text so far, where it may begin a tag; shorter than a tag."""
@@ -129,7 +129,7 @@ class AnswerParser:
         return rest[len(THINK_CLOSE) :]
 
     def _write(self, text: str, pieces: list[Piece]) -> str | None:
-        if self._tools is None:
+        if self._calls is None:
             if text := self._taken(self._space) + text:
                 pieces.append(Content(text))
             return None
@@ -169,7 +169,7 @@ class AnswerParser:
 
     def _finish_block(self, block: str, pieces: list[Piece]) -> None:
         space = self._taken(self._space)
-        parsed = parse_block(block, self._tools or {})
+        parsed = None if self._calls is None else self._calls.read(block)
         if parsed is None:
             pieces.append(Content(space + block))
             self._after_call = False

@@ -53,31 +53,47 @@ class ToolCall:
     arguments: str
 
 
-def parse_block(block: str, tools: Tools) -> tuple[str, ToolCall, str] | None:
-    """The first function of a block, and the text before and after it inside the block.
+class CallReader:
+    """Reads the blocks of one answer. A schema is walked once, however often its function is called."""
 
-    None where the block is text: no function, one that is not among `tools`, or something between its parameters. Of
-    a parameter given twice the last one counts; the closing tag of a parameter may be missing before the next one that
-    the schema declares and before the function's end.
-    """
-    inner = block.removeprefix(CALL_OPEN).removesuffix(CALL_CLOSE)
-    start = inner.find(_FUNCTION_OPEN)
-    opened = _NAME.match(inner, start) if start >= 0 else None
-    if opened is None or opened[1] not in tools:
-        return None
-    first = opened.end()
-    if (end := _NO_PARAMETERS.match(inner, first) or _LAST_PARAMETER.search(inner, first)) is not None:
-        stop, rest = end.span(1)
-    elif (stop := inner.find(_FUNCTION_CLOSE, first)) >= 0:
-        rest = stop + len(_FUNCTION_CLOSE)
-    else:
-        return None
-    schema = tools[opened[1]]
-    texts = _parameters(inner[first:stop], _properties(schema))
-    if texts is None:
-        return None
-    arguments = {key: convert(text, _properties(schema).get(key), schema) for key, text in texts.items()}
-    return inner[:start], ToolCall(opened[1], json.dumps(arguments, ensure_ascii=False)), inner[rest:]
+    def __init__(self, tools: Tools) -> None:
+        self._tools = tools
+        self._kinds: dict[tuple[str, str], tuple[str, ...]] = {}
+
+    def read(self, block: str) -> tuple[str, ToolCall, str] | None:
+        """The first function of a block, and the text before and after it inside the block.
+
+        None where the block is text: no function, one that is not among the tools, or something between its parameters.
+        Of a parameter given twice the last one counts; the closing tag of a parameter may be missing before the next
+        one that the schema declares and before the function's end.
+        """
+        inner = block.removeprefix(CALL_OPEN).removesuffix(CALL_CLOSE)
+        start = inner.find(_FUNCTION_OPEN)
+        opened = _NAME.match(inner, start) if start >= 0 else None
+        if opened is None or opened[1] not in self._tools:
+            return None
+        first = opened.end()
+        if (end := _NO_PARAMETERS.match(inner, first) or _LAST_PARAMETER.search(inner, first)) is not None:
+            stop, rest = end.span(1)
+        elif (stop := inner.find(_FUNCTION_CLOSE, first)) >= 0:
+            rest = stop + len(_FUNCTION_CLOSE)
+        else:
+            return None
+        name = opened[1]
+        texts = _parameters(inner[first:stop], _properties(self._tools[name]))
+        if texts is None:
+            return None
+        arguments = {key: convert(text, self._kinds_of(name, key)) for key, text in texts.items()}
+        return inner[:start], ToolCall(name, json.dumps(arguments, ensure_ascii=False)), inner[rest:]
+
+    def _kinds_of(self, name: str, key: str) -> tuple[str, ...]:
+        schema = self._tools[name]
+        declared = _properties(schema)
+        if key not in declared:
+            return ()
+        if (name, key) not in self._kinds:
+            self._kinds[name, key] = kinds_of(declared[key], schema)
+        return self._kinds[name, key]
 
 
 def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -123,14 +139,13 @@ def _past_space(text: str, at: int) -> int:
     return at if found is None else found.end()
 
 
-def convert(raw: str, schema: object, root: Mapping[str, Any] | None = None) -> Any:
-    """A parameter's text as its schema's type; text that fits none stays a string. `root` is what `$ref` points into.
+def convert(raw: str, kinds: tuple[str, ...]) -> Any:
+    """A parameter's text as one of the types its schema allows (see `kinds_of`); text that fits none stays a string.
 
-    No schema means a string. The word null in any case is None unless the schema says string and not null. Integral
+    Nothing known means a string. The word null in any case is None unless the schema says string and not null. Integral
     numbers are ints, a boolean is true only for the word true. With several types the text is what JSON reads if one of
     them allows that, else a string if that is allowed.
     """
-    kinds = kinds_of(schema, root or {})
     if raw.strip().lower() == "null" and (not kinds or "null" in kinds or "string" not in kinds):
         return None
     kinds = tuple(kind for kind in kinds if kind != "null")

@@ -14,7 +14,7 @@ from epd.gateway.answer import AnswerParser, Content, Piece, Reasoning, joined
 from epd.gateway.conversation import read_conversation
 from epd.gateway.detokenize import Detokenizer, StopStrings
 from epd.gateway.schema import ChatBody
-from epd.gateway.toolcalls import ToolCall, convert
+from epd.gateway.toolcalls import ToolCall, convert, kinds_of
 from tests.fakes.gateway import RENDERER
 
 VOCABULARY = RENDERER.vocabulary
@@ -79,7 +79,9 @@ ARGUMENTS = st.fixed_dictionaries(
         "unknown": TEXTS.filter(lambda text: text.strip().lower() != "null"),
     },
 ).filter(lambda arguments: not any(AMBIGUOUS.search(written(value)) for value in arguments.values()))
-CALLS = st.lists(st.tuples(st.just("f"), ARGUMENTS) | st.just(("g.h-2", {})), max_size=3)
+CALLS: st.SearchStrategy[list[tuple[str, dict[str, Any]]]] = st.lists(
+    st.tuples(st.just("f"), ARGUMENTS) | st.just(("g.h-2", {})), max_size=3
+)
 
 
 def written(value: Any) -> str:
@@ -209,4 +211,4 @@ def test_any_text_is_a_value(text: str, value: Any, kind: str) -> None:
             {"type": [kind, "boolean", "null"]},
             {"enum": [value]},
         ):
-            json.dumps(convert(raw, schema), allow_nan=False).encode()
+            json.dumps(convert(raw, kinds_of(schema, {})), allow_nan=False).encode()

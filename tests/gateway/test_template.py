@@ -412,6 +412,11 @@ def test_a_template_that_thinks_by_default() -> None:
     """Published copies differ in the default; what the template does is what counts."""
     source = (MODEL_DIR / "chat_template.jinja").read_text().replace("is not none else false", "is not none else true")
     thinks = other_model(source)
-    for fields, thinking in [({}, True), ({"reasoning_effort": "none"}, False), ({"chat_template_kwargs": {}}, True)]:
+    cases: list[tuple[dict[str, Any], bool]] = [
+        ({}, True),
+        ({"reasoning_effort": "none"}, False),
+        ({"chat_template_kwargs": {}}, True),
+    ]
+    for fields, thinking in cases:
         prompt = thinks.render(conversation([HI], **fields))
         assert VOCABULARY.spell(prompt.pieces[-1]).decode().endswith(ASK) == thinking  # type: ignore[arg-type]

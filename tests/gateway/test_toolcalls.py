@@ -6,18 +6,19 @@ from typing import Any
 
 import pytest
 
-from epd.gateway.toolcalls import ToolCall, convert, kinds_of, parse_block
+from epd.gateway.toolcalls import CallReader, ToolCall, convert, kinds_of
 
 TOOLS: dict[str, dict[str, Any]] = {
     "f": {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": "object"}}},
     "g": {},
     "odd": {"properties": [1, 2]},
 }
+READER = CallReader(TOOLS)
 
 
 def arguments(body: str, name: str = "f") -> Any:
     """Of a call with this function body; None where the block is text."""
-    parsed = parse_block(f"<tool_call><function={name}>{body}</function></tool_call>", TOOLS)
+    parsed = READER.read(f"<tool_call><function={name}>{body}</function></tool_call>")
     if parsed is None:
         return None
     before, call, after = parsed
@@ -87,18 +88,18 @@ def test_something_between_the_parameters_is_no_call(body: str) -> None:
     ],
 )
 def test_what_is_no_call(block: str) -> None:
-    assert parse_block(block, TOOLS) is None
+    assert READER.read(block) is None
 
 
 def test_the_first_function_is_the_call_and_the_rest_is_kept() -> None:
     block = "<tool_call>a<function=f><parameter=a>1</parameter></function>b<function=g></function></tool_call>"
-    assert parse_block(block, TOOLS) == ("a", ToolCall("f", '{"a": 1}'), "b<function=g></function>")
+    assert READER.read(block) == ("a", ToolCall("f", '{"a": 1}'), "b<function=g></function>")
 
 
 def test_a_schema_of_an_odd_shape_harms_nobody() -> None:
     assert arguments("<parameter=a>1</parameter>", "odd") == {"a": "1"}
-    assert convert("1", [3]) == "1"
-    assert convert("1", {"type": {"x": 1}}) == "1"
+    for schema in ([3], {"type": {"x": 1}}, {"anyOf": 3}, {"allOf": [3]}, {"$ref": 3}, {"enum": {}}, {"type": [[]]}):
+        assert kinds_of(schema, {}) == ()
 
 
 @pytest.mark.parametrize(
@@ -156,7 +157,7 @@ def test_a_schema_of_an_odd_shape_harms_nobody() -> None:
     ],
 )
 def test_values_take_the_schema_s_type(raw: str, kind: object, value: object) -> None:
-    found = convert(raw, None if kind is None else {"type": kind})
+    found = convert(raw, kinds_of({"type": kind}, {}))
     assert found == value
     assert type(found) is type(value)
     json.dumps(found, allow_nan=False)
@@ -206,6 +207,17 @@ def test_references_that_fan_out_are_read_once() -> None:
     assert kinds_of({"$ref": "#/$defs/d0"}, {"$defs": many}) == ()
 
 
+def test_a_schema_is_walked_once_for_all_calls() -> None:
+    values: list[Any] = [f"{i}" for i in range(50_000)]
+    reader = CallReader({"f": {"properties": {"a": {"enum": [*values, 5]}}}})
+    started_s = time.process_time()
+    for _ in range(1000):
+        parsed = reader.read("<tool_call><function=f><parameter=a>5</parameter></function></tool_call>")
+        assert parsed is not None
+        assert parsed[1].arguments == '{"a": 5}'
+    assert time.process_time() - started_s < 2
+
+
 @pytest.mark.parametrize(
     "filler",
     [
@@ -235,6 +247,6 @@ def test_a_hostile_block_costs_linear_time(filler: str) -> None:
     many = filler * (500_000 // len(filler))
     started_s = time.process_time()
     for body in (many, f"<parameter=c>{many}</parameter>", f"<parameter=a>{many}</parameter>", f"<parameter=b>{many}"):
-        parse_block(f"<tool_call><function=f>{body}</function></tool_call>", TOOLS)
-    parse_block(f"<tool_call>{many}</tool_call>", TOOLS)
+        READER.read(f"<tool_call><function=f>{body}</function></tool_call>")
+    READER.read(f"<tool_call>{many}</tool_call>")
     assert time.process_time() - started_s < 5
