@@ -18,25 +18,30 @@ from preprocess.fetch import Fetcher
 async def unified_server(config: ServeConfig) -> AsyncIterator[int]:
     """The pipeline of `config` in this process; gives the HTTP port. Everything is stopped when the block ends."""
     (engine_config,) = config.prefill
-    (encoder_config,) = config.encoders
     torch.set_num_threads(engine_config.threads)
     network = MemoryNetwork()
-    arena = f"{config.runtime_dir.name}-encoder-0"
+    arena = f"{config.runtime_dir.name}-encoder"
     with ExitStack() as stack:
         try:
             engine = await asyncio.to_thread(EngineThread, engine_config, network.endpoint(config.gateway.prefill[0]))
-            encoder = stack.enter_context(
-                open_server(encoder_config, model_dir=config.model_dir, name="encoder-0", arena=arena)
-            )
+            # One, or none for a model of text alone.
+            encoders = [
+                stack.enter_context(
+                    open_server(settings, model_dir=config.model_dir, name=f"encoder-{i}", arena=f"{arena}-{i}")
+                )
+                for i, settings in enumerate(config.encoders)
+            ]
         except (*REFUSALS, EncoderError) as error:
             raise ConfigError(str(error)) from error
         stack.callback(engine.stop)
         engine.start()
-        encoder.start()
+        for encoder in encoders:
+            encoder.start()
+        links = [MemoryLink(*named) for named in zip(config.gateway.encoders, encoders, strict=True)]
         try:
             async with (
                 Fetcher(fetch_limits(config.gateway)) as fetcher,
-                EncoderClient([MemoryLink(config.gateway.encoders[0], encoder)]) as client,
+                EncoderClient(links) as client,
             ):
                 app = create_app(
                     config.gateway,
@@ -51,7 +56,8 @@ async def unified_server(config: ServeConfig) -> AsyncIterator[int]:
                 finally:
                     await runner.cleanup()
         finally:
-            await encoder.stop()
+            for encoder in encoders:
+                await encoder.stop()
             await asyncio.to_thread(engine.drain, config.supervisor.drain_s)
 
 

@@ -21,9 +21,9 @@ class Ring:
     """The circle of a fixed set of replica names."""
 
     def __init__(self, replicas: Sequence[str]) -> None:
-        """Raises ValueError for no replicas or a name given twice."""
-        if not replicas or len(set(replicas)) != len(replicas):
-            raise ValueError(f"replicas must be distinct and at least one: {list(replicas)}")
+        """No replicas is a circle that never chooses anybody. Raises ValueError for a name given twice."""
+        if len(set(replicas)) != len(replicas):
+            raise ValueError(f"replicas must be distinct: {list(replicas)}")
         self._num_replicas = len(replicas)
         points = sorted((_hash(f"{name}/{i}"), name) for name in replicas for i in range(POINTS_PER_REPLICA))
         self._hashes = [point for point, _ in points]

@@ -9,17 +9,21 @@ if TYPE_CHECKING:
     from epd.gateway.render import Renderer
     from epd.kv.layout import KvLayout
     from epd.model.checkpoint import Inspection, inspect_checkpoint
+    from epd.model.gguf.checkpoint import import_gguf
+    from epd.model.gguf.errors import GgufError
     from epd.transport.memory import MemoryNetwork
 
 __all__ = [
     "REFUSALS",
     "EngineThread",
+    "GgufError",
     "Inspection",
     "KvLayout",
     "MemoryNetwork",
     "Renderer",
     "create_app",
     "fetch_limits",
+    "import_gguf",
     "inspect_checkpoint",
     "run_gateway",
     "run_worker",
@@ -29,12 +33,14 @@ __all__ = [
 _HOMES = {
     "REFUSALS": "epd.engine.worker",
     "EngineThread": "epd.engine.worker",
+    "GgufError": "epd.model.gguf.errors",
     "Inspection": "epd.model.checkpoint",
     "KvLayout": "epd.kv.layout",
     "MemoryNetwork": "epd.transport.memory",
     "Renderer": "epd.gateway.render",
     "create_app": "epd.gateway.app",
     "fetch_limits": "epd.gateway.process",
+    "import_gguf": "epd.model.gguf.checkpoint",
     "inspect_checkpoint": "epd.model.checkpoint",
     "run_gateway": "epd.gateway.process",
     "run_worker": "epd.engine.worker",

@@ -127,6 +127,7 @@ def _values(tensor: Any, target: _Target) -> NDArray[Any]:
     from gguf import dequantize
 
     kind, data = tensor.tensor_type.name, tensor.data
+    values: NDArray[Any]
     if kind == "BF16":
         values = data.view(np.uint16)
     elif kind in ("F16", "F32"):
