@@ -88,6 +88,7 @@ class Channel(Protocol):
     """The gateway's connection to one worker. It reconnects by itself; `send` raises WorkerDown meanwhile.
 
     A message that was handed over but not delivered when the connection broke is lost, never given to the next process.
+    So is, over sockets, one that arrived and was not received by then.
     """
 
     on_disconnect: Callable[[], None] | None
