@@ -2,8 +2,9 @@
 
 Every DEALER sets ZMQ_IMMEDIATE: nothing is queued for a process that is not there, and what was queued when it died
 dies with it, so a restarted worker never sees the requests of its predecessor. The price: what has arrived and was not
-read yet dies as well, so a worker that ends by itself parts from its gateways first (`encoder.parting`). Every ROUTER sets MANDATORY (an unknown
-peer is an error, not silence) and HANDOVER (a peer that reconnects keeps its identity). All lingers are 0.
+read yet dies as well, so a worker that ends by itself parts from its gateways first (`encoder.parting`). Every ROUTER
+sets MANDATORY (an unknown peer is an error, not silence) and HANDOVER (a peer that reconnects keeps its identity). All
+lingers are 0.
 """
 
 import asyncio
