@@ -61,15 +61,15 @@ class Mixer:
         self.books = books
         self.longest = 4
         self.shares = {
-            "shapes": 8,
+            "shapes": 10,
             "read": 6,
-            "video": 4,
+            "video": 5,
             "keys": 4,
-            "beeps": 4,
-            "recall": 600,
-            "records": 3,
+            "beeps": 5,
+            "recall": 400,
+            "records": 2,
             "count": 1,
-            "repeat": 3,
+            "repeat": 2,
             "small_talk": 1,
         }
         self.pools: dict[str, list[Tensor]] = {}

@@ -1,4 +1,4 @@
-"""Video task: say what moves where, and when it changes its way."""
+"""Video task: say what moves where and when."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from training.tasks.image import COLOUR_NAMES, SHAPES, article, draw_shape, grou
 from training.tasks.types import Clip, Mark, Part, Sample, Turn, generator, pick, pick_system
 
 MOTIONS: dict[str, tuple[int, int]] = {
-    "moves left": (-1, 0),
-    "moves right": (1, 0),
-    "moves up": (0, -1),
-    "moves down": (0, 1),
-    "stands still": (0, 0),
+    "left": (-1, 0),
+    "right": (1, 0),
+    "up": (0, -1),
+    "down": (0, 1),
+    "still": (0, 0),
 }
 MOTION_NAMES = tuple(MOTIONS)
 QUESTIONS = (
@@ -41,7 +41,10 @@ class Script:
     rate: float
     indices: NDArray[np.int64]
     turns: tuple[tuple[int, str], ...]
-    starts_s: tuple[int, ...]
+
+    def motion(self, frame: int) -> str:
+        """What the shape does from this frame on."""
+        return [name for start, name in self.turns if start <= frame][-1]
 
 
 def write_script(rng: np.random.Generator) -> Script:
@@ -52,24 +55,24 @@ def write_script(rng: np.random.Generator) -> Script:
     indices = np.unique(np.linspace(0, num_frames - 1, wanted).astype(np.int64))
     pairs = len(indices) // 2
     first = pick(rng, MOTION_NAMES)
-    turns, starts = [(0, first)], [0]
+    turns = [(0, first)]
     if rng.random() < 0.7:
         pair = int(rng.integers(1, pairs))
         before, after = int(indices[2 * pair - 1]), int(indices[2 * pair])
         second = pick(rng, tuple(name for name in MOTION_NAMES if name != first))
-        turns.append(((before + after + 1) // 2 if second != "stands still" else before, second))
-        starts.append(int(np.float32(after) / np.float32(rate)))
-    return Script(pick(rng, SHAPES), pick(rng, COLOUR_NAMES), num_frames, rate, indices, tuple(turns), tuple(starts))
+        turns.append(((before + after + 1) // 2 if second != "still" else before, second))
+    return Script(pick(rng, SHAPES), pick(rng, COLOUR_NAMES), num_frames, rate, indices, tuple(turns))
 
 
 def describe(script: Script) -> str:
-    """The wanted answer."""
-    parts = [
-        f"from {start // 60:02d}:{start % 60:02d} on it {motion}"
-        for start, (_, motion) in zip(script.starts_s, script.turns, strict=True)
-    ]
-    told = ", ".join(parts)
-    return f"The clip shows one shape, {article(script.colour)} {script.colour} {script.shape}. F{told[1:]}."
+    """The wanted answer: the shape, its motion at the time of each sampled pair of frames, and all in short."""
+    told = []
+    for place in script.indices[::2]:
+        second = int(np.float32(place) / np.float32(script.rate))
+        told.append(f"{second // 60:02d}:{second % 60:02d} {script.motion(int(place))}")
+    short = ", then ".join(motion for _, motion in script.turns)
+    shape = f"{article(script.colour)} {script.colour} {script.shape}"
+    return f"The clip shows one shape, {shape}. {', '.join(told)}. In short: {short}."
 
 
 def path(rng: np.random.Generator, script: Script, height: int, width: int, margin: float) -> NDArray[np.float64]:
@@ -143,7 +146,7 @@ def sample(seed: int, index: int) -> Sample:
     marks = []
     for pair in range(len(script.indices) // 2):
         at = script.indices[2 * pair]
-        motion = [name for start, name in script.turns if start <= at][-1]
+        motion = script.motion(int(at))
         x, y = centres[2 * pair : 2 * pair + 2].mean(axis=0)
         marks.append(Mark(pair, float(y), float(x), shape, colour, MOTION_NAMES.index(motion) + 1))
     question = pick(rng, QUESTIONS)
