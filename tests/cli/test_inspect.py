@@ -120,6 +120,25 @@ def test_for_people(argument: str) -> None:
     assert last in result.output.strip().splitlines()[-1]
 
 
+def test_a_llama(tmp_path: Path) -> None:
+    """No window, no experts, no draft heads; the head is the embedding table."""
+    config = {
+        "model_type": "llama", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0, "max_position_embeddings": 64, "tie_word_embeddings": True,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    said = report(str(path))
+    assert [part["part"] for part in said["parts"]] == ["embedding", "full_attention", "dense_mlp", "norms"]
+    assert said["parameters"]["total"] == said["parameters"]["active_per_token"] == said["total"]["num_elements"]
+    kv = said["kv"]
+    assert (kv["growing_bytes_per_token"], kv["constant_bytes"], kv["asymptotic_ratio"]) == (2 * 2 * 8 * 2, 0, 1.0)
+    output = run(str(path)).output
+    assert "2 layers: 2 full (F)\nF F\n0 draft heads" in output
+    assert "experts" not in output
+
+
 def test_totals_for_people_are_exact() -> None:
     output = run("mimo-v2.5").output
     for number in ("310,775,040,000", "73,081", "25,559,040", "24,184,750,080"):

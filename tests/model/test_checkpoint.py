@@ -140,6 +140,9 @@ def test_towers_and_the_audio_tokenizer(tmp_path: Path) -> None:
     assert findings.missing == ["audio_tokenizer/encoder.conv1.bias", "visual.merger.ln_q.weight"]
     assert findings.unexpected == []
 
+    rewrite(model_dir / "audio_tokenizer", lambda state: state.update({"conv1.bias": torch.zeros(64)}))
+    assert inspect_checkpoint(model_dir).findings.missing == ["visual.merger.ln_q.weight"]
+
     shutil.rmtree(model_dir / "audio_tokenizer")
     assert inspect_checkpoint(model_dir).findings.faults == [
         "audio_tokenizer/config.json is missing, and the configuration has an audio tower"
