@@ -105,12 +105,9 @@ def _parameters(body: str, declared: Mapping[str, Any]) -> dict[str, str] | None
     """Keys and raw texts; None when something else stands between them."""
     texts: dict[str, str] = {}
     at = _past_space(body, 0)
-    closing = _CLOSES.search(body)
     while (opened := _PARAMETER.match(body, at)) is not None:
         start = opened.end()
-        # Only looked for behind the last one found: a body without any is not searched for every parameter again.
-        if closing is not None and closing.start() < start:
-            closing = _CLOSES.search(body, start)
+        closing = _CLOSES.search(body, start)
         limit = len(body) if closing is None else closing.start()
         key = opened[1].strip()
         following = next(

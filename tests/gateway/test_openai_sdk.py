@@ -163,6 +163,18 @@ async def test_one_call_at_most() -> None:
         await until(lambda: stack.worker.num_running == 0)
 
 
+async def test_words_behind_the_one_call_are_no_part_of_the_answer() -> None:
+    """They come with the same token as the call."""
+    wordy = "<tool_call><function=weather></function> and more</tool_call>"
+    async with running_gateway(says(wordy)) as stack, async_client(stack) as client:
+        for parallel, content in ((True, " and more"), (False, None)):
+            answer = await client.chat.completions.create(
+                model=MODEL, messages=MESSAGES, tools=TOOLS, parallel_tool_calls=parallel
+            )  # type: ignore[call-overload]
+            assert answer.choices[0].message.content == content
+            assert len(answer.choices[0].message.tool_calls) == 1
+
+
 async def test_nothing_but_a_call_has_no_content() -> None:
     only = "<think></think>\n<tool_call>\n<function=weather>\n</function>\n</tool_call>\n"
     async with running_gateway(says(only)) as stack, async_client(stack) as client:
