@@ -84,22 +84,24 @@ def find_tensors(directory: Path, wanted: Callable[[str], bool]) -> dict[str, Fi
     or holds one that another file holds too.
     """
     index = directory / INDEX_FILE
-    places = _read_index(index, wanted) if index.is_file() else {}
-    files = sorted(set(places.values())) if index.is_file() else sorted(p.name for p in directory.glob("*.safetensors"))
-    if not files and not index.is_file():
-        raise CheckpointError(f"{directory.name} has no .safetensors file")
+    if index.is_file():
+        promised = _read_index(index, wanted)
+    else:
+        promised = {path.name: [] for path in directory.glob("*.safetensors")}
+        if not promised:
+            raise CheckpointError(f"{directory.name} has no .safetensors file")
     tensors: dict[str, FileTensor] = {}
     problems = []
-    for file in files:
+    for file, names in sorted(promised.items()):
         if not (directory / file).is_file():
-            problems.append(f"{file} is missing: {index.name} says it holds {shown(_names_in(places, file))}")
+            problems.append(f"{file} is missing: {index.name} says it holds {shown(names)}")
             continue
         try:
             header = read_header(directory / file)
         except CheckpointError as error:
             problems.append(str(error))
             continue
-        absent = [name for name in _names_in(places, file) if name not in header]
+        absent = [name for name in names if name not in header]
         if absent:
             problems.append(f"{file} lacks {shown(absent)}, which {index.name} says it holds")
         found = {name: tensor for name, tensor in header.items() if wanted(name)}
@@ -163,8 +165,8 @@ def mismatches(
     return [f"{len(names)} {kind}: {shown(names)}" for kind, names in problems.items() if names]
 
 
-def _read_index(index: Path, wanted: Callable[[str], bool]) -> dict[str, str]:
-    """The wanted names' files. A name with a folder in it is refused: it could lead out of the checkpoint."""
+def _read_index(index: Path, wanted: Callable[[str], bool]) -> dict[str, list[str]]:
+    """The wanted names of each file, sorted. A file name with a folder in it is refused: it could lead elsewhere."""
     try:
         content = json.loads(index.read_text())
     except ValueError as error:
@@ -175,11 +177,11 @@ def _read_index(index: Path, wanted: Callable[[str], bool]) -> dict[str, str]:
     for name, file in weight_map.items():
         if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
             raise CheckpointError(f"{index.name} puts {name} into {file!r}, which is not a file name in its directory")
-    return {name: file for name, file in weight_map.items() if wanted(name)}
-
-
-def _names_in(places: dict[str, str], file: str) -> list[str]:
-    return sorted(name for name, place in places.items() if place == file)
+    names: dict[str, list[str]] = {}
+    for name, file in sorted(weight_map.items()):
+        if wanted(name):
+            names.setdefault(file, []).append(name)
+    return names
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

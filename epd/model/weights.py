@@ -117,9 +117,8 @@ def _fused(config: TextConfig, qkv_layout: QkvLayout) -> Fused:
 
 
 def _num_mtp_layers(names: Iterable[str]) -> int:
-    """Count the draft heads: the configuration does not say."""
-    indices = {name.split(".")[3] for name in names if name.startswith(f"{MTP_PREFIX}layers.")}
-    return max((int(index) for index in indices if index.isdecimal()), default=-1) + 1
+    """Count the draft heads: the configuration does not say. A number left out shows as tensors missing."""
+    return len({name.split(".")[3] for name in names if name.startswith(f"{MTP_PREFIX}layers.")})
 
 
 def _sources(tensors: dict[str, FileTensor], slots: dict[str, FileSlot], config: TextConfig) -> dict[str, _Source]:

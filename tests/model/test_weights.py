@@ -134,6 +134,16 @@ def test_heads_in_their_own_file_without_an_index(tmp_path: Path) -> None:
     assert_same(load_text_model(tmp_path), model)
 
 
+def test_a_draft_head_left_out_is_named(tmp_path: Path) -> None:
+    state = export_text_state(small_model(1))
+    renamed = {name.replace("model.mtp.layers.0.", "model.mtp.layers.2000000000."): t for name, t in state.items()}
+    write(tmp_path, renamed, attention_projection_layout="split")
+    with pytest.raises(
+        WeightsError, match=r"missing: model\.mtp\.layers\.0\..*\n.*unexpected: model\.mtp\.layers\.2000000000"
+    ):
+        load_text_model(tmp_path)
+
+
 def test_all_problems_are_named_in_one_error(tmp_path: Path) -> None:
     state = export_text_state(small_model())
     del state["model.norm.weight"]
