@@ -1,5 +1,6 @@
 """Twenty conversations of many kinds for comparing greedy answers."""
 
+NUM_TOKENS = 64
 _QUESTIONS = (
     "What is the capital of France?",
     "Write a short story about a lighthouse keeper who is afraid of the dark.",
@@ -16,7 +17,7 @@ _QUESTIONS = (
     "def add(a, b):\n    return a - b\n\nWhat is wrong with this code?",
     "Naïve café, übergröße, 東京, Ελλάδα, 🙂: which languages are these?",
     "  Leading   spaces\tand tabs\n\n\nand empty lines. Repeat them.",
-    "Name the planets of the solar system in order of their distance from the sun, in 8 words. " * 12,
+    "Name the planets of the solar system in order of their distance from the sun, in 8 words. " * 4,
     "Is 3.14159 larger than 22/7? The year was 1984; call 555-0199.",
 )
 CONVERSATIONS: tuple[list[dict[str, str]], ...] = (

@@ -1,7 +1,9 @@
-"""The reference that is not ours: transformers on a GGUF file. `python -m tests.oracles.transformers_greedy GGUF OUT`.
+"""The reference that is not ours: transformers on a GGUF file.
+
+    python -m tests.oracles.transformers_greedy GGUF OUT THREADS
 
 OUT gets JSON: for each conversation its text, prompt ids, NUM_TOKENS greedy ids (end marks ignored), and for each of
-them how far its logit was above the runner-up's; and the ids of plain texts.
+them how far its logit was above the runner-up's.
 """
 
 import json
@@ -12,14 +14,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from tests.oracles.smollm2_prompts import CONVERSATIONS
-
-NUM_TOKENS = 64
+from tests.oracles.smollm2_prompts import CONVERSATIONS, NUM_TOKENS
 
 
 @torch.inference_mode()
-def main(gguf: Path, out: Path) -> None:
-    torch.set_num_threads(2)
+def main(gguf: Path, out: Path, num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     texts = [
@@ -53,4 +53,4 @@ def main(gguf: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
