@@ -2,29 +2,23 @@
 
     python -m training.evaluate --count 500
 
-Every held-out sample becomes a real file (PNG, H.264 in MP4, 16-bit WAV), goes through `preprocess`, the towers, the
-chat template and the text model, and counts as right when every answer token, the end included, is the most likely
-one: the answer that greedy decoding gives. The last lines are one score per task and the acceptance of each MTP head.
+`mimo eval` asks a running service; this runs in one process and also measures the draft heads. Every held-out sample
+becomes a real file (PNG, H.264 in MP4, 16-bit WAV), goes through `preprocess`, the towers, the chat template and the
+text model, and counts as right when every answer token, the end included, is the most likely one: the answer that
+greedy decoding gives.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import av
 import jinja2
-import numpy as np
-import soundfile
 import torch
-from numpy.typing import NDArray
-from PIL import Image as Pil
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -36,8 +30,9 @@ from preprocess.config import ProcessorConfig
 from preprocess.pipeline import prepare
 from preprocess.tokens import MediaTokenIds, expand
 from preprocess.types import MediaKey, MediaOptions, Modality, PreparedMedia
-from training.tasks import audio, image, text, video
-from training.tasks.types import HELD_OUT_SEED, Clip, Image, Sample, Sound
+from training.files import Conversation, File, conversation
+from training.tasks import TASKS
+from training.tasks.types import HELD_OUT_SEED
 from training.vocabulary import BUILTIN
 
 TRIPLES = {
@@ -45,33 +40,6 @@ TRIPLES = {
     "<|vision_start|><|video_pad|><|vision_end|>",
     "<|mimo_audio_start|><|audio_pad|><|mimo_audio_end|>",
 }
-
-
-def png_bytes(pixels_HWC: NDArray[np.uint8]) -> bytes:
-    """A lossless file."""
-    out = io.BytesIO()
-    Pil.fromarray(pixels_HWC).save(out, "PNG")
-    return out.getvalue()
-
-
-def mp4_bytes(frames_NHWC: NDArray[np.uint8], rate: float) -> bytes:
-    """H.264, 4:2:0, default quality."""
-    out = io.BytesIO()
-    with av.open(out, "w", format="mp4") as container:
-        stream = container.add_stream("libx264", rate=int(rate))
-        stream.height, stream.width, stream.pix_fmt = frames_NHWC.shape[1], frames_NHWC.shape[2], "yuv420p"
-        stream.codec_context.thread_count = 1
-        for pixels in frames_NHWC:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")))
-        container.mux(stream.encode())
-    return out.getvalue()
-
-
-def wav_bytes(samples_N: NDArray[np.float32], rate_hz: int = audio.RATE_HZ) -> bytes:
-    """16-bit mono."""
-    out = io.BytesIO()
-    soundfile.write(out, samples_N, rate_hz, format="WAV", subtype="PCM_16")
-    return out.getvalue()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +130,7 @@ class Served:
         return right
 
     @torch.no_grad()
-    def answer(self, messages: list[dict[str, Any]], files: list[tuple[Modality, bytes]], limit: int = 200) -> str:
+    def answer(self, messages: list[dict[str, Any]], files: list[tuple[Modality, bytes]], limit: int = 320) -> str:
         """Plain greedy decoding without a cache."""
         prompt = self.prompt(messages, files, "")
         ids = prompt.ids[:-1]
@@ -175,41 +143,20 @@ class Served:
         return str(self.tokenizer.decode(ids[prompt.answer_start :]))
 
 
-def as_messages(sample: Sample, clip: bytes | None) -> tuple[list[dict[str, Any]], list[tuple[Modality, bytes]], str]:
-    """Chat messages up to the last question, the media as files, and the last answer."""
-    messages: list[dict[str, Any]] = [] if sample.system is None else [{"role": "system", "content": sample.system}]
+def as_messages(asked: Conversation) -> tuple[list[dict[str, Any]], list[tuple[Modality, bytes]], str]:
+    """Messages for the chat template, their media as files in order, and the wanted answer."""
+    messages: list[dict[str, Any]] = []
     files: list[tuple[Modality, bytes]] = []
-    for place, turn in enumerate(sample.turns):
+    for message in asked.messages:
         parts: list[dict[str, Any]] = []
-        for part in turn.question:
-            if isinstance(part, str):
+        for part in message.parts:
+            if isinstance(part, File):
+                parts.append({"type": str(part.modality)})
+                files.append((part.modality, part.content))
+            else:
                 parts.append({"type": "text", "text": part})
-            elif isinstance(part, Image):
-                parts.append({"type": "image"})
-                files.append((Modality.IMAGE, png_bytes(part.pixels_HWC)))
-            elif isinstance(part, Clip):
-                assert clip is not None
-                parts.append({"type": "video"})
-                files.append((Modality.VIDEO, clip))
-            elif isinstance(part, Sound):
-                parts.append({"type": "audio"})
-                files.append((Modality.AUDIO, wav_bytes(part.samples_N)))
-        messages.append({"role": "user", "content": parts})
-        if place < len(sample.turns) - 1:
-            messages.append({"role": "assistant", "content": turn.answer})
-    return messages, files, sample.turns[-1].answer
-
-
-TASKS: dict[str, Callable[[int, int], Sample]] = {
-    "image": image.sample,
-    "video": video.sample,
-    "audio": audio.sample,
-    "text": text.sample,
-    "crowd": text.crowd,
-    "repeat": text.repeat,
-    "count": text.count,
-    "small_talk": text.small_talk,
-}
+        messages.append({"role": message.role, "content": parts})
+    return messages, files, asked.answer
 
 
 def main() -> None:
@@ -229,9 +176,7 @@ def main() -> None:
         drafts = [[0, 0] for _ in range(served.model.num_mtp_layers)]
         shown = 0
         for index in range(args.first, args.first + args.count):
-            sample = TASKS[task](HELD_OUT_SEED, index)
-            clip = mp4_bytes(*video.full_clip(HELD_OUT_SEED, index)) if task == "video" else None
-            messages, files, answer = as_messages(sample, clip)
+            messages, files, answer = as_messages(conversation(task, HELD_OUT_SEED, index))
             good = served.judge(served.prompt(messages, files, answer), drafts)
             right += good
             if not good and shown < args.show_misses:

@@ -5,48 +5,50 @@ python -m training.make_samples
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
-from training.evaluate import mp4_bytes, png_bytes, wav_bytes
-from training.tasks import audio, image, text, video
-from training.tasks.types import HELD_OUT_SEED, Image, Sample, Sound
+from training.files import Conversation, File, conversation
+from training.tasks.types import HELD_OUT_SEED
 
 FOLDER = Path("samples")
 SEED = HELD_OUT_SEED + 1
-PICTURE_ANSWER, CLIP_ENDING = "a red circle", "right"
 
 
-def first(task: str, wanted: str) -> int:
-    """Index of the first sample of this seed whose answer ends as wanted."""
-    make = {"image": image.sample, "video": video.sample}[task]
-    return next(index for index in range(10_000) if make(SEED, index).turns[0].answer.endswith(wanted))
+def first(task: str, wanted: Callable[[str], bool]) -> Conversation:
+    """The first one-question sample of this seed whose answer is as wanted and that has no system line of its own."""
+    found = (conversation(task, SEED, index) for index in range(10_000))
+    return next(asked for asked in found if len(asked.messages) == 1 and wanted(asked.answer))
 
 
-def pixels(sample: Sample) -> Image:
-    """The picture of an image sample."""
-    return next(part for part in sample.turns[0].question if isinstance(part, Image))
+FILES: tuple[tuple[str, str, str, Callable[[str], bool]], ...] = (
+    (
+        "picture.png",
+        "shapes",
+        "What is in the picture?",
+        lambda answer: "red circle" in answer and "3 shapes" in answer,
+    ),
+    ("word.png", "read", "What is written in the picture?", lambda answer: "river" in answer),
+    ("number.png", "read", "What is written in the picture?", lambda answer: "5 digits" in answer),
+    ("clip.mp4", "video", "What happens in the video?", lambda answer: "right, then up" in answer),
+    ("tones.wav", "keys", "Which keys were pressed?", lambda answer: "6 digits" in answer),
+    ("beeps.wav", "beeps", "How many beeps are there?", lambda answer: "5 beeps" in answer),
+)
+"""File, task, the question asked about it, what its answer has to hold."""
 
 
 def main() -> None:
-    """A picture, a clip, a sound, a long text, and a table of what they show."""
+    """Pictures, a clip, sounds, a long text, and a table of what they show."""
     FOLDER.mkdir(exist_ok=True)
-    picture = image.sample(SEED, first("image", PICTURE_ANSWER))
-    (FOLDER / "picture.png").write_bytes(png_bytes(pixels(picture).pixels_HWC))
-    clip_index = first("video", f"moves {CLIP_ENDING}")
-    (FOLDER / "clip.mp4").write_bytes(mp4_bytes(*video.full_clip(SEED, clip_index)))
-    scene = video.sample(SEED, clip_index).turns[0].answer
-    tones = audio.sample(SEED, 0)
-    sound = next(part for part in tones.turns[0].question if isinstance(part, Sound))
-    (FOLDER / "tones.wav").write_bytes(wav_bytes(sound.samples_N))
-    recall = text.sample(SEED, 0).turns[0]
-    (FOLDER / "recall.txt").write_text(f"{recall.question[0]}\n")
-    rows = (
-        ("picture.png", "What is in the picture?", picture.turns[0].answer),
-        ("clip.mp4", "What happens in the video?", scene),
-        ("clip.mp4", "Which way does it move?", CLIP_ENDING),
-        ("tones.wav", "Which keys were pressed?", tones.turns[0].answer),
-        ("recall.txt", "(the last sentence of the file)", recall.answer),
-    )
+    rows = []
+    for name, task, question, wanted in FILES:
+        asked = first(task, wanted)
+        (content,) = (part.content for part in asked.messages[0].parts if isinstance(part, File))
+        (FOLDER / name).write_bytes(content)
+        rows.append((name, question, asked.answer))
+    recall = first("recall", lambda _: True)
+    (FOLDER / "recall.txt").write_text(f"{recall.messages[0].parts[0]}\n")
+    rows.append(("recall.txt", "(the last sentence of the file)", recall.answer))
     table = "\n".join(f"| `{name}` | {question} | {answer} |" for name, question, answer in rows)
     (FOLDER / "README.md").write_text(
         "# Samples\n\n"

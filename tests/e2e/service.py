@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,6 +18,27 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
 SAMPLES = ROOT / "samples"
+
+
+@dataclass(frozen=True, slots=True)
+class KnownAnswer:
+    """A row of the table in samples/README.md: a question about a file, and the one right answer."""
+
+    file: str
+    question: str
+    answer: str
+
+    @property
+    def modality(self) -> str:
+        return {".png": "image", ".mp4": "video", ".wav": "audio", ".txt": "text"}[Path(self.file).suffix]
+
+
+KNOWN_ANSWERS = {
+    row[0]: KnownAnswer(*row)
+    for row in re.findall(
+        r"^\| `(\S+)` \| (.+?) \| (.+?) \|$", (SAMPLES / "README.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+}
 START_TIMEOUT_S = 120.0
 
 

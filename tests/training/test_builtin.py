@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from preprocess.types import Modality
-from training.evaluate import BUILTIN, TASKS, Served, as_messages, mp4_bytes
-from training.tasks import video
+from training.evaluate import BUILTIN, Served, as_messages
+from training.files import conversation
+from training.tasks import TASKS
 from training.tasks.types import HELD_OUT_SEED
 
 SAMPLES = Path("samples")
@@ -35,13 +36,13 @@ def test_samples_are_answered(served: Served, name: str, question: str, answer: 
         assert served.answer([{"role": "user", "content": order}], [(modality, path.read_bytes())]) == answer
 
 
-@pytest.mark.parametrize("task", ["image", "video", "audio"])
+@pytest.mark.parametrize("task", sorted(TASKS))
 def test_a_few_held_out_samples(served: Served, task: str) -> None:
-    right = 0
-    for index in range(20):
-        clip = mp4_bytes(*video.full_clip(HELD_OUT_SEED, index)) if task == "video" else None
-        right += served.judge(served.prompt(*as_messages(TASKS[task](HELD_OUT_SEED, index), clip)), [[0, 0]] * 3)
-    assert right >= 16
+    right = sum(
+        served.judge(served.prompt(*as_messages(conversation(task, HELD_OUT_SEED, index))), [[0, 0]] * 3)
+        for index in range(10)
+    )
+    assert right >= 8
 
 
 def test_the_checkpoint_is_small() -> None:

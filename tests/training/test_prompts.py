@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from training.batch import Encoder, collate
-from training.evaluate import TASKS, Served, as_messages, mp4_bytes
-from training.tasks import video
+from training.evaluate import Served, as_messages
+from training.files import conversation
+from training.tasks import TASKS
 from training.tasks.types import HELD_OUT_SEED, Clip, Codes, Image, Sample, Sound, Turn
+from training.vocabulary import BUILTIN
 
 SEED = HELD_OUT_SEED + 7
 
@@ -33,16 +35,15 @@ def with_codes(sample: Sample) -> Sample:
         )
         for turn in sample.turns
     )
-    return Sample(sample.task, turns, sample.system, sample.labels)
+    return Sample(sample.task, turns, sample.system, sample.labels, sample.marks)
 
 
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_training_ids_are_the_served_ids(served: Served, task: str) -> None:
-    encode = Encoder()
+    encode = Encoder(BUILTIN)
     for index in range(4 if task == "video" else 8):
         sample = TASKS[task](SEED, index)
-        clip = mp4_bytes(*video.full_clip(SEED, index)) if task == "video" else None
-        prompt = served.prompt(*as_messages(sample, clip))
+        prompt = served.prompt(*as_messages(conversation(task, SEED, index)))
         encoded = encode(with_codes(sample))
         assert encoded.ids == prompt.ids
         # What training asks for last is the last answer and the end of its turn, at the places the server would fill.
@@ -75,7 +76,7 @@ def test_generators_repeat_and_differ(task: str) -> None:
 
 
 def test_collate_marks_the_token_before_each_answer_token() -> None:
-    encode = Encoder()
+    encode = Encoder(BUILTIN)
     samples = [encode(TASKS[task](SEED, index)) for task in ("repeat", "small_talk", "count") for index in range(3)]
     batch = collate(samples)
     assert sum(count * length for count, length in batch.groups) == len(batch.ids_T)
