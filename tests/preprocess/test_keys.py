@@ -37,6 +37,9 @@ def test_everything_that_changes_the_result_changes_the_key(tiny: ProcessorConfi
         key(tiny, modality=Modality.AUDIO),
         key(tiny, options=MediaOptions(fps=2.0)),
         key(tiny, options=MediaOptions(use_audio=False)),
+        # Fails where the default does without.
+        key(tiny, options=MediaOptions(use_audio=True)),
+        key(tiny, options=MediaOptions(num_frames=8)),
         key(tiny, options=MediaOptions(max_pixels=20_000)),
         key(tiny, tower_fingerprint="other"),
         key(replace(tiny, video_backend="decord")),
@@ -48,9 +51,14 @@ def test_everything_that_changes_the_result_changes_the_key(tiny: ProcessorConfi
 def test_what_does_not_change_the_result_does_not_change_the_key(tiny: ProcessorConfig) -> None:
     assert key(tiny, options=MediaOptions(fps=tiny.video.fps)) == key(tiny)
     assert key(tiny, options=MediaOptions(max_pixels=tiny.video.max_pixels)) == key(tiny)
+    assert key(tiny, options=MediaOptions(fps=3)) == key(tiny, options=MediaOptions(fps=3.0))
+    assert key(tiny, options=MediaOptions(num_frames=6)) == key(tiny, options=MediaOptions(num_frames=6, max_frames=7))
     assert key(replace(tiny, limits=DecodeLimits(max_video_frames=7))) == key(tiny)
-    image = {"modality": Modality.IMAGE}
+    image: dict[str, Any] = {"modality": Modality.IMAGE}
     assert key(replace(tiny, video_backend="decord"), **image) == key(tiny, **image)
+    assert key(tiny, options=MediaOptions(detail="high"), **image) == key(tiny, **image)
+    small = replace(tiny, image=replace(tiny.image, max_pixels=100_000))
+    assert key(small, options=MediaOptions(detail="low"), **image) == key(small, **image)
 
 
 def test_parts_cannot_run_into_each_other(tiny: ProcessorConfig) -> None:
