@@ -76,9 +76,9 @@ def write_gguf(
         if values is None:
             continue
         part = name.split(".")[-2]
-        if part in ("attn_q", "attn_k"):
+        if values.ndim == 2 and part in ("attn_q", "attn_k"):
             values = interleaved(values, HEADS if part == "attn_q" else KV_HEADS)
-        kind = gguf.GGMLQuantizationType[(KINDS | (kinds or {})).get(part, "F32")]
+        kind = gguf.GGMLQuantizationType[(KINDS | (kinds or {})).get(part, "F32") if values.ndim == 2 else "F32"]
         writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
