@@ -32,9 +32,7 @@ def chat(
     url: Annotated[
         str | None, typer.Option(help="Ask this server, e.g. http://127.0.0.1:8000; else a local pipeline.")
     ] = None,
-    model: Annotated[
-        str, typer.Option(help="A built-in model or a directory; with --url, the served name.")
-    ] = "mimo-nano",
+    model: Annotated[str, typer.Option(help="As for `mimo serve`; with --url, the served name.")] = "mimo-nano",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.0,
 ) -> None:

@@ -29,7 +29,10 @@ def serve(
         str, typer.Option(help=f"How the stages are spread over processes: {', '.join(MODES)}.", show_default="epd")
     ] = "",
     model: Annotated[
-        str, typer.Option(help="A built-in model or a directory in Hugging Face layout.", show_default="mimo-nano")
+        str,
+        typer.Option(
+            help="mimo-nano, smollm2, a directory in Hugging Face layout or a .gguf file.", show_default="mimo-nano"
+        ),
     ] = "",
     config: Annotated[
         Path | None, typer.Option(help="TOML file; a bare name means one of the shipped configs/.")
