@@ -45,7 +45,7 @@ WEIGHTS = {
     "beeps": 1.0,
     "recall": 2.5,
     "records": 1.5,
-    "count": 0.5,
+    "count": 1.0,
     "repeat": 1.0,
     "small_talk": 0.3,
 }
@@ -64,12 +64,12 @@ class Mixer:
             "shapes": 10,
             "read": 6,
             "video": 5,
-            "keys": 4,
-            "beeps": 5,
-            "recall": 400,
+            "keys": 7,
+            "beeps": 8,
+            "recall": 300,
             "records": 2,
-            "count": 1,
-            "repeat": 2,
+            "count": 2,
+            "repeat": 3,
             "small_talk": 1,
         }
         self.pools: dict[str, list[Tensor]] = {}
