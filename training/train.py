@@ -62,12 +62,12 @@ class Mixer:
         self.longest = 4
         self.shares = {
             "shapes": 10,
-            "read": 6,
-            "video": 5,
-            "keys": 7,
-            "beeps": 8,
+            "read": 12,
+            "video": 4,
+            "keys": 6,
+            "beeps": 7,
             "recall": 300,
-            "records": 2,
+            "records": 3,
             "count": 2,
             "repeat": 3,
             "small_talk": 1,

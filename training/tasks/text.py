@@ -212,7 +212,7 @@ def repeat(seed: int, index: int) -> Sample:
     for _ in range(int(rng.integers(4, 16))):
         kind = rng.random()
         words.append(
-            made_up(rng) if kind < 0.3 else str(int(rng.integers(0, 10000))) if kind < 0.6 else pick(rng, NAMES)
+            made_up(rng) if kind < 0.03 else str(int(rng.integers(0, 10000))) if kind < 0.6 else pick(rng, NAMES)
         )
     line = " ".join(words)
     return Sample("repeat", (Turn((f"Repeat after me: {line}",), line),), pick_system(rng))
