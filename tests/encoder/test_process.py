@@ -37,8 +37,8 @@ def unchanged(folder: Path, copy: Path) -> Path:
     ("make_folder", "config", "exit_code", "message"),
     [
         (missing, EncoderConfig(), 2, "config.json"),
-        (without_weights, EncoderConfig(), 2, "header"),
-        (cut_short, EncoderConfig(), 2, "incomplete|not fully covered|header"),
+        (without_weights, EncoderConfig(), 2, "0 bytes"),
+        (cut_short, EncoderConfig(), 2, "cut short"),
         (unchanged, EncoderConfig(device="cuda:99"), 2, "encoder.device is 'cuda:99'"),
         (unchanged, EncoderConfig(device="abacus"), 2, "allowed: cpu, cuda"),
         (unchanged, EncoderConfig(arena_bytes=1 << 60), 1, ""),

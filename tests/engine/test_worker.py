@@ -148,7 +148,7 @@ async def test_prefill_and_decode_answer_together(pair: Pair, checkpoint: Checkp
     await client.until(lambda: len(client.finishes) == len(prompts))
     sampling = SamplingParams(max_tokens=12, ignore_eos=True)
     for request_id, token_ids in prompts.items():
-        await client.until(lambda request_id=request_id: len(client.tokens[request_id]) == 12)  # type: ignore[misc]
+        await client.until(lambda request_id=request_id: len(client.tokens.get(request_id, ())) == 12)  # type: ignore[misc]
         assert client.answer(request_id) == plain_generate(checkpoint.model, token_ids, sampling)
         assert client.finishes[request_id].reason is FinishReason.LENGTH
     await client.close()
