@@ -91,7 +91,8 @@ class Tally:
 
 def table(tallies: Sequence[Tally]) -> Table:
     """One row per task that was begun, and one for all of them."""
-    shown = Table(title="Held-out tasks", title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)  # fits 80 columns
+    # Seven columns have to fit 80 characters.
+    shown = Table(title="Held-out tasks", title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     shown.add_column("task", no_wrap=True)
     for heading in ("asked", "exact", "tokens (min-max)", "TTFT p50", "total p50", "errors"):
         shown.add_column(heading, justify="right", no_wrap=True)

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, get_args
 import typer
 
 from cli.inspect_view import show
-from cli.load import BUILTIN_MODELS, CONFIGS, ConfigError
+from cli.load import BUILTIN_MODELS, CONFIGS, ConfigError, resolve_model
+from cli.models import is_imported
 from encoder import Part, TensorSpec
 from encoder.checkpoint import CheckpointError
 from epd import Inspection, KvLayout, inspect_checkpoint
@@ -42,8 +43,8 @@ def inspect(
     checkpoint: Annotated[
         str,
         typer.Argument(
-            help="A directory, a config.json, a built-in model (mimo-nano) or a published one (mimo-v2.5, "
-            "mimo-v2.5-pro, mimo-v2-flash).",
+            help="A directory, a config.json, a .gguf file, a built-in model (mimo-nano, smollm2) or a published one "
+            "(mimo-v2.5, mimo-v2.5-pro, mimo-v2-flash).",
             show_default=False,
         ),
     ],
@@ -87,7 +88,12 @@ def inspect(
 
 
 def _locate(checkpoint: str) -> Path:
-    """A built-in or published name, else a path. Raises ConfigError for a path that does not exist."""
+    """A built-in or published name, else a path. Raises ConfigError for a path that does not exist.
+
+    A GGUF file, or a model that a package ships as one, is imported first, as `mimo serve` does.
+    """
+    if is_imported(checkpoint):
+        return resolve_model(checkpoint)[0]
     published = {path.parent.name: path.parent for path in MODELS.glob("*/config.json")}
     location = (BUILTIN_MODELS | published).get(checkpoint, Path(checkpoint).expanduser())
     if not location.exists():
