@@ -1,10 +1,13 @@
 """Models that are imported first: found, named, refused with what to do."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from cli.app import app
 from cli.load import ConfigError, load, resolve_model, takes_media
 from cli.models import cache_dir
 from tests.fakes.tiny_gguf import write_gguf
@@ -71,3 +74,11 @@ def test_the_cache_is_where_the_environment_says() -> None:
     assert cache_dir({"MIMO_CACHE_DIR": "/a", "XDG_CACHE_HOME": "/b"}) == Path("/a")
     assert cache_dir({"XDG_CACHE_HOME": "/b"}) == Path("/b/mimo-epd")
     assert cache_dir({}) == Path.home() / ".cache" / "mimo-epd"
+
+
+def test_inspect_imports_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIMO_CACHE_DIR", str(tmp_path / "cache"))
+    done = CliRunner().invoke(app, ["inspect", str(write_gguf(tmp_path / "tiny.gguf")), "--json"])
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert report["total"]["num_tensors"] == sum(file["num_tensors"] for file in report["files"])
