@@ -230,6 +230,8 @@ def test_ctrl_c_shows_what_is_done_so_far(serve_oracle: Callable[[Oracle], str])
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # A shell that runs the tests in the background hands SIGINT on as ignored; a terminal does not.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         while len(oracle.bodies) < 6:
             assert process.poll() is None
