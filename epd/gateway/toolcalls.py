@@ -25,11 +25,12 @@ Tools = Mapping[str, Mapping[str, Any]]
 _FUNCTION_OPEN = "<function="
 _FUNCTION_CLOSE = "</function>"
 _PARAMETER_CLOSE = "</parameter>"
-_NAME = re.compile(r"<function=\s*([^\s<>]*)\s*>")
-_NO_PARAMETERS = re.compile(r"\s*(</function>)")
-_LAST_PARAMETER = re.compile(r"</parameter>\s*(</function>)")
+# Possessive where white space repeats: what was skipped is not tried again, so a long run of it stays linear.
+_NAME = re.compile(r"<function=\s*+([^\s<>]*+)\s*+>")
+_NO_PARAMETERS = re.compile(r"\s*+(</function>)")
+_LAST_PARAMETER = re.compile(r"</parameter>\s*+(</function>)")
 _PARAMETER = re.compile(r"<parameter=([^<>]*)>")
-_CLOSES = re.compile(r"</parameter>(?=\s*(?:<parameter=|\Z))")
+_CLOSES = re.compile(r"</parameter>(?=\s*+(?:<parameter=|\Z))")
 _SPACE = re.compile(r"\s*")
 
 # Schemas of clients that write a language's type names.
