@@ -62,7 +62,9 @@ def evaluate(
             show_default="mimo-nano; with --url the first the server lists",
         ),
     ] = None,
-    tasks: Annotated[str, typer.Option(help="Tasks to ask, parted by commas.", show_default="all")] = "",
+    tasks: Annotated[
+        str, typer.Option(help="Tasks to ask, parted by commas; a wrong name lists them.", show_default="all")
+    ] = "",
     count: Annotated[int, typer.Option(min=1, help="Samples per task.")] = 1000,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 16,
     stream: Annotated[

@@ -10,7 +10,7 @@ import typer
 
 from cli.inspect_view import show
 from cli.load import BUILTIN_MODELS, CONFIGS, ConfigError, resolve_model
-from cli.models import is_imported
+from cli.models import PACKAGED_MODELS, is_imported
 from encoder import Part, TensorSpec
 from encoder.checkpoint import CheckpointError
 from epd import Inspection, KvLayout, inspect_checkpoint
@@ -97,9 +97,10 @@ def _locate(checkpoint: str) -> Path:
     published = {path.parent.name: path.parent for path in MODELS.glob("*/config.json")}
     location = (BUILTIN_MODELS | published).get(checkpoint, Path(checkpoint).expanduser())
     if not location.exists():
-        names = ", ".join(sorted(BUILTIN_MODELS | published))
+        names = ", ".join(sorted([*BUILTIN_MODELS, *PACKAGED_MODELS, *published]))
         raise ConfigError(
-            f"CHECKPOINT is {checkpoint!r}: no such path; give a directory, a config.json or a name: {names}"
+            f"CHECKPOINT is {checkpoint!r}: no such path; give a directory, a config.json, a .gguf file or a name: "
+            f"{names}"
         )
     return location
 

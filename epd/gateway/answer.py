@@ -16,6 +16,7 @@ from epd.gateway.toolcalls import CALL_CLOSE, CALL_OPEN, CallReader, ToolCall, T
 
 THINK_OPEN = "<think>"
 THINK_CLOSE = "</think>"
+_RUN_CHARACTERS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +75,12 @@ class AnswerParser:
 
     def push(self, text: str) -> list[Piece]:
         pieces: list[Piece] = []
-        rest: str | None = text
-        while rest is not None:
-            rest = self._step(rest, pieces)
-        return pieces
+        # Each step copies what it leaves: of a short run, that the copies of many blocks stay small together.
+        for start in range(0, len(text), _RUN_CHARACTERS):
+            rest: str | None = text[start : start + _RUN_CHARACTERS]
+            while rest is not None:
+                rest = self._step(rest, pieces)
+        return joined(pieces)
 
     def close(self) -> list[Piece]:
         """The rest. An unfinished block is text, unfinished reasoning is reasoning."""

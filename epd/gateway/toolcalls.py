@@ -106,9 +106,12 @@ def _parameters(body: str, declared: Mapping[str, Any]) -> dict[str, str] | None
     """Keys and raw texts; None when something else stands between them."""
     texts: dict[str, str] = {}
     at = _past_space(body, 0)
+    closing = _CLOSES.search(body, at)
     while (opened := _PARAMETER.match(body, at)) is not None:
         start = opened.end()
-        closing = _CLOSES.search(body, start)
+        # Looked for again only when it has been passed: values without closing tags would all search to the end.
+        if closing is not None and closing.start() < start:
+            closing = _CLOSES.search(body, start)
         limit = len(body) if closing is None else closing.start()
         key = opened[1].strip()
         following = next(

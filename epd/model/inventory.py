@@ -165,9 +165,9 @@ def mtp_layers_of(config_hf: Mapping[str, object]) -> int:
 
 
 def stored_mtp_layers(names: Iterable[str]) -> int:
-    """Count the draft heads among tensor names."""
-    indices = {name.removeprefix(MTP_PREFIX).split(".")[0] for name in names if name.startswith(MTP_PREFIX)}
-    return max((int(index) for index in indices if index.isdecimal()), default=-1) + 1
+    """Count the draft heads among tensor names. They are counted, not numbered: a name with a large number in it costs
+    nothing, and a number left out shows as tensors missing."""
+    return len({name.removeprefix(MTP_PREFIX).split(".")[0] for name in names if name.startswith(MTP_PREFIX)})
 
 
 def _storage(config_hf: Mapping[str, object], config: TextConfig) -> Storage:

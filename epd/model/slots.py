@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from epd.model.attention import Attention
 from epd.model.config import TextConfig
 from epd.model.hybrid import DecoderLayer, HybridModel
+from epd.model.inventory import MTP_PREFIX
 from epd.model.moe import DenseMlp, Moe
 from epd.model.mtp import MtpHead
 
-MTP_PREFIX = "model.mtp."
 Fused = Literal["interleaved", "plain"] | None
 
 
@@ -119,7 +119,7 @@ def file_slots(model: HybridModel, fused: Fused) -> Iterator[tuple[str, FileSlot
         yield "lm_head.weight", FileSlot(model, "lm_head", may_pack=True)
     for k, head in enumerate(model.mtp):
         assert isinstance(head, MtpHead)
-        prefix = f"{MTP_PREFIX}layers.{k}"
+        prefix = f"{MTP_PREFIX}{k}"
         yield f"{prefix}.enorm.weight", FileSlot(head.enorm, "weight")
         yield f"{prefix}.hnorm.weight", FileSlot(head.hnorm, "weight")
         yield f"{prefix}.eh_proj.weight", FileSlot(head, "eh_proj", may_pack=True)

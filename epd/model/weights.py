@@ -21,9 +21,9 @@ from epd.config import QkvLayout, WeightStorage
 from epd.kernels.quantized import dequantize_fp8, dequantize_mxfp4
 from epd.model.config import TextConfig
 from epd.model.hybrid import HybridModel
+from epd.model.inventory import stored_mtp_layers
 from epd.model.packed import Fp8Rows, Mxfp4Rows, PackedMatrix, PlainRows, Rows
 from epd.model.slots import (
-    MTP_PREFIX,
     FileSlot,
     Fused,
     file_slots,
@@ -80,9 +80,9 @@ def load_text_model(
     """
     config = TextConfig.from_hf(json.loads((model_dir / "config.json").read_text()), window_left)
     fused = _fused(config, qkv_layout)
-    passed_over = _TOWER_PREFIXES if with_mtp else (*_TOWER_PREFIXES, MTP_PREFIX)
+    passed_over = _TOWER_PREFIXES if with_mtp else (*_TOWER_PREFIXES, "model.mtp.")
     tensors = find_tensors(model_dir, lambda name: not name.startswith(passed_over))
-    model = HybridModel(config, _num_mtp_layers(tensors), dtype=dtype, device="meta")
+    model = HybridModel(config, stored_mtp_layers(tensors), dtype=dtype, device="meta")
     sources = _sources(tensors, dict(file_slots(model, fused)), config)
     pieces = _pack(sources.values(), config, dtype, device) if weights == "keep" else {}
     matrix_dtype = dtype if weights is None or weights == "keep" else _STORAGE_DTYPES[weights]
@@ -114,11 +114,6 @@ def _fused(config: TextConfig, qkv_layout: QkvLayout) -> Fused:
             raise WeightsError(f"qkv_layout {qkv_layout!r} applies to fused projections, the files hold q, k, v apart")
         return None
     return "interleaved" if qkv_layout == "auto" else qkv_layout
-
-
-def _num_mtp_layers(names: Iterable[str]) -> int:
-    """Count the draft heads: the configuration does not say. A number left out shows as tensors missing."""
-    return len({name.split(".")[3] for name in names if name.startswith(f"{MTP_PREFIX}layers.")})
 
 
 def _sources(tensors: dict[str, FileTensor], slots: dict[str, FileSlot], config: TextConfig) -> dict[str, _Source]:

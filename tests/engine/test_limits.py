@@ -299,11 +299,8 @@ def test_draining_finishes_what_runs_and_hands_back_the_rest(make_bench: MakeBen
     assert all(bench.finishes[r].retryable and bench.finishes[r].code == "draining" for r in ("waiting", "late"))
 
 
-def test_a_message_that_breaks_a_draining_worker_leaves_no_request_unanswered(
-    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The step ends in the middle of the inbox, with nothing running: what lies behind must still be refused."""
-    bench = make_bench()
+def break_on_submit(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request named "breaks" makes the step raise that takes it."""
     scheduler = bench.engine.scheduler
     submit = scheduler.submit
 
@@ -313,6 +310,14 @@ def test_a_message_that_breaks_a_draining_worker_leaves_no_request_unanswered(
         submit(sequence)
 
     monkeypatch.setattr(scheduler, "submit", submit_or_break)
+
+
+def test_a_message_that_breaks_a_draining_worker_leaves_no_request_unanswered(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step ends in the middle of the inbox, with nothing running: what lies behind must still be refused."""
+    bench = make_bench()
+    break_on_submit(bench, monkeypatch)
     bench.engine.loop.drain()
     for request_id in ("breaks", "late"):
         bench.submit(make_request(request_id, PROMPT))
@@ -349,15 +354,7 @@ def test_a_message_that_breaks_the_worker_ends_its_own_request(
     checkpoint: Checkpoint, make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make_bench()
-    scheduler = bench.engine.scheduler
-    submit = scheduler.submit
-
-    def submit_or_break(sequence: Sequence) -> None:
-        if sequence.request_id == "breaks":
-            raise RuntimeError("a mistake of ours")
-        submit(sequence)
-
-    monkeypatch.setattr(scheduler, "submit", submit_or_break)
+    break_on_submit(bench, monkeypatch)
     bench.submit(make_request("breaks", PROMPT))
     bench.submit(make_request("good", PROMPT, ignore_eos=True))
     thread = threading.Thread(target=bench.engine.loop.run)

@@ -168,3 +168,12 @@ def test_a_long_unfinished_answer_costs_linear_time(head: str, filler: str) -> N
     assert time.process_time() - started_s < 2
     whole = "".join(texts)
     assert pieces == [Reasoning(whole[len(head) :]) if head == "<think>" else Content(whole)]
+
+
+def test_many_blocks_in_one_push_cost_linear_time() -> None:
+    text = "<tool_call></tool_call>" * 50_000
+    parser = AnswerParser(tools=SCHEMAS)
+    started_s = time.process_time()
+    pieces = joined([*parser.push(text), *parser.close()])
+    assert time.process_time() - started_s < 5
+    assert pieces == [Content(text)]

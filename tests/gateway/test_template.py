@@ -1,4 +1,7 @@
-"""Conversations as the model reads them, written out by hand; templates of all published forms; templates that fail."""
+"""Conversations as the model reads them, written out by hand; templates of all published forms; templates that fail.
+
+Long because every prompt stands here whole, as a reader would want to see it.
+"""
 
 import json
 import re

@@ -250,3 +250,22 @@ def test_a_hostile_block_costs_linear_time(filler: str) -> None:
         READER.read(f"<tool_call><function=f>{body}</function></tool_call>")
     READER.read(f"<tool_call>{many}</tool_call>")
     assert time.process_time() - started_s < 5
+
+
+def test_white_space_without_end_in_a_tag_costs_linear_time() -> None:
+    started_s = time.process_time()
+    for block in ("<function={}", "<function=f{}", "<function=f></parameter>{}x", "<function=f>{}x"):
+        READER.read("<tool_call>" + block.format(" " * 500_000) + "</tool_call>")
+    assert time.process_time() - started_s < 5
+
+
+def test_many_declared_keys_without_closing_tags_cost_linear_time() -> None:
+    """Twenty thousand values, each ended by the next opening tag: none may search the whole block for its end."""
+    keys = [f"k{i}" for i in range(20_000)]
+    reader = CallReader({"f": {"type": "object", "properties": {key: {} for key in keys}}})
+    body = "".join(f"<parameter={key}>{key} " for key in keys)
+    started_s = time.process_time()
+    read = reader.read(f"<tool_call><function=f>{body}</function></tool_call>")
+    assert time.process_time() - started_s < 5
+    assert read is not None
+    assert json.loads(read[1].arguments) == {key: f"{key} " for key in keys}

@@ -185,7 +185,9 @@ def test_draft_heads() -> None:
     assert take_inventory(TINY | {"num_mtp_layers": 1}, num_mtp_layers=0).num_mtp_layers == 0
     with pytest.raises(ConfigError, match="num_mtp_layers"):
         take_inventory(TINY | {"num_mtp_layers": "3"})
-    assert stored_mtp_layers(["model.mtp.layers.0.enorm.weight", "model.mtp.layers.11.enorm.weight"]) == 12
+    assert stored_mtp_layers(["model.mtp.layers.0.enorm.weight", "model.mtp.layers.0.hnorm.weight"]) == 1
+    # A name is no reason to build a billion heads.
+    assert stored_mtp_layers(["model.mtp.layers.0.enorm.weight", "model.mtp.layers.999999999.enorm.weight"]) == 2
     assert stored_mtp_layers(["model.layers.3.mlp.gate.weight"]) == 0
 
 
