@@ -15,6 +15,8 @@ app = typer.Typer(
     name="mimo",
     help="Serve MiMo-V2.5 models as separate Encode, Prefill and Decode stages.",
     no_args_is_help=True,
+    # Plain help: the boxed one cuts flags that are longer than its column.
+    rich_markup_mode=None,
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
