@@ -8,8 +8,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
-from preprocess.config import DecodeLimits, FetchLimits, ProcessorConfig
+from preprocess.config import DecodeLimits, DecodeSettings, FetchLimits, ProcessorConfig
 from preprocess.errors import (
+    DecoderCrashed,
+    DecoderUnavailable,
     MediaDecodeTimeout,
     MediaError,
     MediaForbidden,
@@ -43,6 +45,9 @@ if TYPE_CHECKING:
 __all__ = [
     "DecodeLimits",
     "DecodePool",
+    "DecodeSettings",
+    "DecoderCrashed",
+    "DecoderUnavailable",
     "Expansion",
     "FetchLimits",
     "Fetcher",

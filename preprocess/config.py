@@ -20,6 +20,7 @@ from preprocess.types import (
 )
 
 VideoBackend = Literal["pyav", "decord"]
+Isolation = Literal["threads", "processes"]
 _T = TypeVar("_T")
 
 
@@ -54,6 +55,46 @@ class DecodeLimits:
     max_video_frames: int = 1_000_000
     """Frames in the file, not sampled frames."""
     max_duration_s: float = 2 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSettings:
+    """How a `preprocess.pool.DecodePool` works. None of it changes a result.
+
+    threads     fastest to start and nothing to copy. A decoder that hangs takes its thread with it, one that crashes
+                takes the process.
+    processes   Linux only: `num_threads` worker processes, each under a memory ceiling. A worker that crashes, hangs or
+                grows costs the one medium it worked on, and is replaced.
+    """
+
+    num_threads: int = 2
+    """Media decoded at a time: by a thread each, or by a worker process each."""
+    isolation: Isolation = "threads"
+    video_threads: int | None = None
+    """Threads at work on one video where they are free: shared by all videos of a process. None: `num_threads`."""
+    max_item_s: float = 900.0
+    """No medium is decoded for longer, whatever its caller allows. Time in which the caller takes no parts counts."""
+    max_worker_bytes: int = 4 * 1024**3
+    """Memory one medium may take in its worker, besides the content and the results, which are shared. Processes only:
+    the memory of a thread cannot be bounded."""
+    max_worker_items: int = 1000
+    """Media after which a worker is replaced by a fresh one."""
+    max_worker_growth_bytes: int = 256 * 1024**2
+    """A worker that holds this much more than at its start after an item is replaced."""
+
+    def __post_init__(self) -> None:
+        if self.isolation not in ("threads", "processes"):
+            raise ValueError(f"isolation is {self.isolation!r}, allowed is 'threads' or 'processes'")
+        for name in ("num_threads", "max_worker_items"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed is 1 or more")
+        if self.video_threads is not None and self.video_threads < 1:
+            raise ValueError(f"video_threads is {self.video_threads}, allowed is 1 or more")
+        if not self.max_item_s > 0:
+            raise ValueError(f"max_item_s is {self.max_item_s}, allowed is above 0")
+        for name in ("max_worker_bytes", "max_worker_growth_bytes"):
+            if getattr(self, name) < 64 * 1024**2:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed is 64 MiB or more")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,9 @@
     |- MediaTooLarge       413  bytes, pixels, frames or seconds over a limit
     |- MediaUnsupported    415  recognised, but a kind this pipeline does not decode
     |- MediaUndecodable    422  not recognised, truncated, damaged, empty
-    `- MediaDecodeTimeout  504  decoding ran past its deadline
+    |  `- DecoderCrashed   422  the worker process that decoded it died or failed in a way nobody foresaw
+    |- MediaDecodeTimeout  504  decoding ran past its deadline
+    `- DecoderUnavailable  503  no worker process could be started; says nothing about the medium
 
     OptionInvalid, a ValueError: an option that is wrong for any medium, found before there is one
 
@@ -100,3 +102,21 @@ class MediaDecodeTimeout(MediaError):
 
     status = 504
     code = "media_decode_timeout"
+
+
+class DecoderCrashed(MediaUndecodable):
+    """The isolated decoder died on this content, or raised what none of its callers expects: a fault of the decoder.
+
+    `reason` says for a log how: a signal's name, an exit status, or a traceback. It is not for the client.
+    """
+
+    def __init__(self, message: str, *, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class DecoderUnavailable(MediaError):
+    """Worker processes cannot be started at present. Another attempt may succeed."""
+
+    status = 503
+    code = "decoder_unavailable"
