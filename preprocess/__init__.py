@@ -1,6 +1,7 @@
 """Media front end: bytes in, model-ready patches and log-mel frames out. Knows nothing of models or sockets.
 
-Importing the package is light. `Fetcher` (aiohttp), `prepare` and `DecodePool` (torch, the decoders) load on first use.
+Importing the package is light. `Fetcher` (aiohttp), `open_media`, `prepare` and `DecodePool` (torch, the
+decoders) load on first use.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 from preprocess.config import DecodeLimits, DecodeSettings, FetchLimits, ProcessorConfig
+from preprocess.crew import Crew
 from preprocess.errors import (
     DecoderCrashed,
     DecoderUnavailable,
@@ -29,20 +31,23 @@ from preprocess.types import (
     MediaKey,
     MediaLayout,
     MediaOptions,
+    MediaPart,
     MediaSource,
     MelFrames,
     Modality,
     Patches,
+    Pixels,
     PreparedMedia,
     Waveform,
 )
 
 if TYPE_CHECKING:
     from preprocess.fetch import Fetcher
-    from preprocess.pipeline import prepare
+    from preprocess.pipeline import LayoutChanged, OpenMedia, open_media, prepare
     from preprocess.pool import DecodePool
 
 __all__ = [
+    "Crew",
     "DecodeLimits",
     "DecodePool",
     "DecodeSettings",
@@ -52,6 +57,7 @@ __all__ = [
     "FetchLimits",
     "Fetcher",
     "Frames",
+    "LayoutChanged",
     "MediaDecodeTimeout",
     "MediaError",
     "MediaForbidden",
@@ -59,6 +65,7 @@ __all__ = [
     "MediaKey",
     "MediaLayout",
     "MediaOptions",
+    "MediaPart",
     "MediaSource",
     "MediaTokenIds",
     "MediaTooLarge",
@@ -67,20 +74,26 @@ __all__ = [
     "MediaUnsupported",
     "MelFrames",
     "Modality",
+    "OpenMedia",
     "OptionInvalid",
     "Patches",
+    "Pixels",
     "PreparedMedia",
     "ProcessorConfig",
     "Run",
     "Waveform",
     "expand",
     "media_key",
+    "open_media",
     "prepare",
 ]
 
 _LOADED_ON_USE: Final = {
     "DecodePool": "preprocess.pool",
     "Fetcher": "preprocess.fetch",
+    "LayoutChanged": "preprocess.pipeline",
+    "OpenMedia": "preprocess.pipeline",
+    "open_media": "preprocess.pipeline",
     "prepare": "preprocess.pipeline",
 }
 

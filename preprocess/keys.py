@@ -18,7 +18,7 @@ from preprocess.config import ProcessorConfig
 from preprocess.types import MediaKey, MediaOptions, Modality
 
 # Raised whenever `prepare` starts to compute something else from the same bytes and settings.
-_ALGORITHM_VERSION: Final = b"mimo-media-2"
+_ALGORITHM_VERSION: Final = b"mimo-media-3"
 
 
 def media_key(

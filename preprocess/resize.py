@@ -84,6 +84,27 @@ def frame_indices(num_frames: int, num_sampled: int) -> NDArray[np.int64]:
     return np.unique(np.linspace(0, num_frames - 1, num_sampled).astype(np.int64))
 
 
+def choose_frames(
+    num_frames: int, rate_fps: float, times_s: NDArray[np.float64] | None, budget: VideoBudget
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Which frames of a file are taken, ascending, and their timestamps in seconds.
+
+    `times_s` [num_frames] is when each frame is shown, ascending from 0, or None if that is not known. Where frames
+    come at an even rate (no time is off its place by more than a frame's length), or nothing is known, the published
+    rule: evenly spread indices, timestamps index / rate. Elsewhere evenly spread times, of each the frame that is
+    shown then, once; timestamps are the frames' own.
+    """
+    numbers = np.arange(num_frames)
+    if times_s is None or bool((np.abs(times_s - numbers / rate_fps) <= 1 / rate_fps).all()):
+        indices = frame_indices(num_frames, num_sampled_frames(num_frames, rate_fps, budget))
+        return indices, indices.astype(np.float32) / np.float32(rate_fps)
+    # The last frame is taken to be shown as long as the average one before it.
+    real_rate_fps = (num_frames - 1) / float(times_s[-1])
+    moments_s = np.linspace(0.0, float(times_s[-1]), num_sampled_frames(num_frames, real_rate_fps, budget))
+    indices = np.unique(np.searchsorted(times_s, moments_s, side="right") - 1).astype(np.int64)
+    return indices, times_s[indices].astype(np.float32)
+
+
 def frame_max_pixels(num_frames: int, budget: VideoBudget) -> int:
     """Pixels allowed per frame when `num_frames` (before padding to pairs) share the video's total."""
     share = budget.total_max_pixels * 2 // num_frames

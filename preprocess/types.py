@@ -186,6 +186,32 @@ class Patches:
 
 
 @dataclass(frozen=True, slots=True)
+class Pixels:
+    """Decoded pictures, upright and not yet resized, for a tower's device to turn into `Patches`."""
+
+    frames: tuple[NDArray[np.uint8], ...]
+    """An even number, each [H, W, 3] RGB and C-contiguous; sizes may differ. An image is the same array twice, and so
+    is the last frame of a video with an odd count."""
+    height: int
+    """To resize to, like `width`: pixels, a multiple of 32."""
+    width: int
+
+    @property
+    def grid_thw(self) -> tuple[int, int, int]:
+        """Patches along time, height, width, before merging."""
+        return (len(self.frames) // TEMPORAL_PATCH_SIZE, self.height // PATCH_SIZE, self.width // PATCH_SIZE)
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPart:
+    """A run of frame pairs of one medium: pairs `[first_pair, first_pair + t)` of its grid."""
+
+    first_pair: int
+    pictures: Patches | Pixels
+    """Its grid's t is the number of pairs in this part, h and w are the medium's."""
+
+
+@dataclass(frozen=True, slots=True)
 class MelFrames:
     """Input of the audio tower: natural-log mel magnitudes of the whole clip."""
 

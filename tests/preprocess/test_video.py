@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
@@ -23,8 +24,11 @@ from preprocess import (
 )
 from preprocess.audio import decode_audio
 from preprocess.config import VideoBackend, VideoBudget
-from preprocess.patchify import normalised
-from preprocess.video import DecordReader, PyAvReader, VideoReader, sample_video
+from preprocess.crew import NO_CREW
+from preprocess.patchify import PatchWriter
+from preprocess.types import MediaPart, Patches
+from preprocess.video import OpenVideo, VideoChanged, VideoIndex, open_video, read_index, scan
+from preprocess.video.decord import decode_with_decord
 from tests.fakes.clips import (
     grey_of_frame,
     index_first,
@@ -48,14 +52,64 @@ def go_on() -> None:
     pass
 
 
-def reader_of(content: bytes, backend: VideoBackend = "pyav") -> VideoReader:
+def index_of(content: bytes) -> VideoIndex:
+    return read_index(content, LIMITS, go_on)
+
+
+def frames_of(content: bytes, numbers: list[int], backend: VideoBackend = "pyav") -> list[NDArray[np.uint8]]:
+    """The frames with these numbers, whole."""
+    found: dict[int, NDArray[np.uint8]] = {}
+    wanted = list(enumerate(numbers))
     if backend == "decord":
-        return DecordReader(content, LIMITS, go_on)
-    return PyAvReader(content, LIMITS, go_on)
+        decode_with_decord(content, wanted, found.__setitem__, num_threads=1, check_deadline=go_on)
+    else:
+        scan(content, index_of(content), wanted, found.__setitem__, limits=LIMITS, num_threads=1, check_deadline=go_on)
+    return [found[place] for place in range(len(numbers))]
 
 
-def greys(reader: VideoReader, indices: list[int]) -> list[int]:
-    return [round(float(pixels.mean())) for pixels in reader.frames(indices)]
+def greys(content: bytes, numbers: list[int]) -> list[int]:
+    return [round(float(pixels.mean())) for pixels in frames_of(content, numbers)]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    video: OpenVideo
+    patches: Patches
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        return tuple(self.video.indices.tolist())
+
+    @property
+    def timestamps_s(self) -> NDArray[np.float32]:
+        return self.video.timestamps_s
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return self.video.warnings
+
+
+def sample_video(
+    content: bytes,
+    *,
+    budget: VideoBudget,
+    limits: DecodeLimits,
+    backend: VideoBackend = "pyav",
+    check_deadline: Callable[[], None] = go_on,
+) -> Sampled:
+    """Opens and decodes into one part, again if damage asks for it."""
+    video = open_video(content, budget=budget, limits=limits, backend=backend, check_deadline=check_deadline)
+    while True:
+        parts: list[MediaPart] = []
+        try:
+            video.decode(parts.append, patches_per_part=None, raw=False, crew=NO_CREW, check_deadline=check_deadline)
+        except VideoChanged as change:
+            video = change.video
+            continue
+        (part,) = parts
+        assert isinstance(part.pictures, Patches)
+        assert part.pictures.grid_thw == video.grid_thw
+        return Sampled(video, part.pictures)
 
 
 FILES = [
@@ -72,20 +126,19 @@ FILES = [
 
 @pytest.mark.parametrize(("container", "codec"), FILES)
 def test_frames_are_found_by_index(container: str, codec: str) -> None:
-    reader = reader_of(make_video(40, container=container, codec=codec))
-    assert reader.num_frames == 40
-    assert reader.rate_fps == pytest.approx(10, rel=0.01)
+    content = make_video(40, container=container, codec=codec)
+    index = index_of(content)
+    assert index.num_frames == 40
+    assert index.rate_fps == pytest.approx(10, rel=0.01)
+    assert index.warnings == ()
     indices = [0, 1, 7, 12, 23, 38, 39]
-    np.testing.assert_allclose(greys(reader, indices), [grey_of_frame(index) for index in indices], atol=3)
-    assert reader.warnings == ()
+    np.testing.assert_allclose(greys(content, indices), [grey_of_frame(index) for index in indices], atol=3)
 
 
 @pytest.mark.parametrize("num_frames", [10, 37])
 def test_decord_gives_the_same_frames(num_frames: int) -> None:
     content = make_video(num_frames)
-    ours, theirs = reader_of(content), reader_of(content, "decord")
-    assert (ours.num_frames, ours.rate_fps) == (theirs.num_frames, theirs.rate_fps)
-    for left, right in zip(ours.frames([0, 4, 9]), theirs.frames([0, 4, 9]), strict=True):
+    for left, right in zip(frames_of(content, [0, 4, 9]), frames_of(content, [0, 4, 9], "decord"), strict=True):
         np.testing.assert_array_equal(left, right)
 
 
@@ -93,14 +146,13 @@ def test_sampled_patches_equal_frame_by_frame_arithmetic(budget: VideoBudget) ->
     content = make_video(37, corner=True)
     sampled = sample_video(content, budget=budget, limits=LIMITS)
     assert sampled.indices == (0, 5, 10, 15, 20, 25, 30, 36)
-    np.testing.assert_array_equal(sampled.timestamps_s, np.float32(sampled.indices) / np.float32(10))
+    np.testing.assert_array_equal(sampled.timestamps_s, np.asarray(sampled.indices, np.float32) / np.float32(10))
     assert sampled.patches.grid_thw == (4, 6, 8)
-    frames = list(reader_of(content).frames(list(sampled.indices)))
-    picture = normalised(frames[3], height=96, width=128).numpy()
-    # Pair 1, its second frame, patch row 2, column 5: group row 1, group column 2, first row, second column.
-    row = 1 * 48 + (1 * 4 + 2) * 4 + 1
-    cell = sampled.patches.pixel_values[row].reshape(3, 2, 16, 16)[:, 1]
-    np.testing.assert_array_equal(cell, picture[:, 32:48, 80:96])
+    frames = frames_of(content, list(sampled.indices))
+    writer = PatchWriter(num_frames=2, height=96, width=128)
+    writer.put(0, frames[2])
+    writer.put(1, frames[3])
+    np.testing.assert_array_equal(sampled.patches.pixel_values[48:96], writer.patches().pixel_values)
 
 
 def test_both_backends_sample_alike(budget: VideoBudget) -> None:
@@ -125,7 +177,7 @@ def test_both_backends_sample_alike(budget: VideoBudget) -> None:
 def test_rotation_and_mirrors(
     matrix: tuple[int, int, int, int], shape: tuple[int, int], red_at: tuple[int, int]
 ) -> None:
-    (pixels,) = reader_of(rotated(make_video(1, corner=True), matrix)).frames([0])
+    (pixels,) = frames_of(rotated(make_video(1, corner=True), matrix), [0])
     assert pixels.shape[:2] == shape
     assert red_quarter(pixels) == red_at
 
@@ -154,7 +206,7 @@ def test_rotation_decides_the_grid(budget: VideoBudget) -> None:
 @pytest.mark.parametrize("size", [(33, 47), (49, 64), (48, 65)])
 def test_odd_sizes(size: tuple[int, int]) -> None:
     content = make_video(3, size=size, codec="mpeg4", container="matroska")
-    (pixels,) = reader_of(content).frames([2])
+    (pixels,) = frames_of(content, [2])
     assert pixels.shape[:2] == size
     np.testing.assert_allclose(pixels.mean(), grey_of_frame(2), atol=3)
 
@@ -166,18 +218,20 @@ def test_one_frame_becomes_a_pair(budget: VideoBudget) -> None:
     np.testing.assert_array_equal(cells[:, :, 0], cells[:, :, 1])
 
 
-def test_variable_frame_rate_is_sampled_by_index(budget: VideoBudget) -> None:
+def test_variable_frame_rate_is_sampled_by_time(budget: VideoBudget) -> None:
     content = make_video(12, container="matroska", pts=[0, 1, 2, 3, 4, 5, 60, 61, 62, 63, 64, 65])
-    reader = reader_of(content)
-    assert reader.num_frames == 12
-    np.testing.assert_allclose(greys(reader, [0, 6, 11]), [grey_of_frame(index) for index in (0, 6, 11)], atol=3)
+    index = index_of(content)
+    assert index.num_frames == 12
+    np.testing.assert_allclose(greys(content, [0, 6, 11]), [grey_of_frame(index) for index in (0, 6, 11)], atol=3)
     sampled = sample_video(content, budget=budget, limits=LIMITS)
-    np.testing.assert_array_equal(sampled.timestamps_s, np.float32(sampled.indices) / np.float32(reader.rate_fps))
+    # 8 moments from 0 to 6.5 s: 0.93 to 5.57 s show the frame of 0.5 s.
+    assert sampled.indices == (0, 5, 11)
+    np.testing.assert_allclose(sampled.timestamps_s, [0.0, 0.5, 6.5])
+    assert sampled.patches.grid_thw[0] == 2
 
 
 def test_ntsc_rate(budget: VideoBudget) -> None:
-    reader = reader_of(make_video(30, rate=Fraction(30000, 1001)))
-    assert reader.rate_fps == pytest.approx(29.97, abs=0.001)
+    assert index_of(make_video(30, rate=Fraction(30000, 1001))).rate_fps == pytest.approx(29.97, abs=0.001)
 
 
 @pytest.mark.parametrize("kind", ["GIF", "PNG"])
@@ -185,9 +239,8 @@ def test_animated_pictures_as_video(kind: str, budget: VideoBudget) -> None:
     colours = [(250, 0, 0), (0, 250, 0), (0, 0, 250), (250, 250, 0)]
     frames = [Image.new("RGB", (40, 30), colour) for colour in colours]
     content = picture_file(frames[0], kind, save_all=True, append_images=frames[1:], duration=100)
-    reader = reader_of(content)
-    assert reader.num_frames == 4
-    seen = [tuple(pixels[15, 20]) for pixels in reader.frames([0, 1, 2, 3])]
+    assert index_of(content).num_frames == 4
+    seen = [tuple(pixels[15, 20]) for pixels in frames_of(content, [0, 1, 2, 3])]
     np.testing.assert_allclose(seen, colours, atol=8)
     assert sample_video(content, budget=budget, limits=LIMITS).patches.grid_thw[0] == 2
 
@@ -196,19 +249,19 @@ def test_transparent_animation_is_over_white() -> None:
     frames = [Image.new("RGBA", (16, 16), (0, 0, 0, 0)) for _ in range(2)]
     frames[1].putpixel((0, 0), (1, 2, 3, 255))
     content = picture_file(frames[0], "GIF", save_all=True, append_images=frames[1:], duration=100, disposal=2)
-    (pixels,) = reader_of(content).frames([0])
+    (pixels,) = frames_of(content, [0])
     assert pixels[8, 8].tolist() == [255, 255, 255]
 
 
 def test_sound_is_not_video() -> None:
     with pytest.raises(MediaUndecodable, match="no video stream in the file"):
-        reader_of(sound_file(sine(0.5)))
+        index_of(sound_file(sine(0.5)))
 
 
 def test_cover_art_is_not_video() -> None:
     song = with_cover(sound_file(sine(0.5), kind="MP3"), picture_file(np.zeros((16, 16, 3), np.uint8)))
     with pytest.raises(MediaUndecodable, match="no video stream besides cover art"):
-        reader_of(song)
+        index_of(song)
     assert decode_audio(song, LIMITS)[0].duration_s == pytest.approx(0.5, abs=0.05)
 
 
@@ -225,18 +278,18 @@ def test_cover_art_is_not_video() -> None:
 )
 def test_other_things_are_named(content: bytes, error: type[MediaError], words: str) -> None:
     with pytest.raises(error, match=words):
-        reader_of(content)
+        index_of(content)
 
 
 def test_a_still_picture_is_refused_by_name() -> None:
     with pytest.raises(MediaUnsupported, match="found JPEG"):
-        reader_of(picture_file(np.zeros((20, 20, 3), np.uint8), "JPEG"))
+        index_of(picture_file(np.zeros((20, 20, 3), np.uint8), "JPEG"))
 
 
 def test_a_playlist_in_disguise_opens_nothing() -> None:
     # Leading blanks hide the magic from our own look; FFmpeg's list of demuxers must still refuse it.
     with pytest.raises(MediaError):
-        reader_of(b"\x80\n#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n")
+        index_of(b"\x80\n#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n")
 
 
 def test_an_index_without_its_data_is_an_error(budget: VideoBudget) -> None:

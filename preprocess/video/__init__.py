@@ -1,0 +1,15 @@
+"""Video bytes to chosen frames, cut into parts of patches.
+
+    index     one pass over the packets, no decoding
+    opened    which frames, which size; the way of decoding
+    scan      frames by decoding from the start
+    parts     frames to parts, with back pressure
+
+Memory is the parts in flight plus a handful of decoder frames; frames that are not chosen are never converted to RGB.
+"""
+
+from preprocess.video.index import VideoIndex, read_index
+from preprocess.video.opened import OpenVideo, VideoChanged, open_video
+from preprocess.video.scan import Emit, FewerFrames, scan
+
+__all__ = ["Emit", "FewerFrames", "OpenVideo", "VideoChanged", "VideoIndex", "open_video", "read_index", "scan"]

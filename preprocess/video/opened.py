@@ -1,0 +1,160 @@
+"""One video, looked at but not yet decoded: its frames are chosen, its size is known."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from preprocess.config import DecodeLimits, VideoBackend, VideoBudget
+from preprocess.container import FrameReader, open_container
+from preprocess.crew import Crew
+from preprocess.errors import MediaUndecodable
+from preprocess.resize import choose_frames, frame_max_pixels, smart_resize
+from preprocess.sniff import describe
+from preprocess.types import PATCH_SIZE, PATCH_WIDTH, TEMPORAL_PATCH_SIZE
+from preprocess.video.decord import decode_with_decord
+from preprocess.video.index import VideoIndex, read_index
+from preprocess.video.parts import PartAssembly, Put
+from preprocess.video.scan import FewerFrames, scan
+from preprocess.video.stream import check_frame_size, pick_video_stream, upright_rgb
+
+# What undelivered parts may hold, unless every worker's own part needs more.
+_OPEN_PARTS_BYTES: Final = 256 * 1024 * 1024
+
+
+class VideoChanged(Exception):
+    """Damage made another choice of frames necessary. `video` has it; parts handed over so far are void."""
+
+    def __init__(self, video: OpenVideo) -> None:
+        super().__init__("the video was sampled again over the frames that decode")
+        self.video = video
+
+
+@dataclass(slots=True)
+class OpenVideo:
+    """What was chosen of a video. `warnings` grows until `decode` returns."""
+
+    content: bytes
+    index: VideoIndex
+    budget: VideoBudget
+    limits: DecodeLimits
+    backend: VideoBackend
+    frame_size: tuple[int, int]
+    """(height, width) of the first frame, upright."""
+    indices: NDArray[np.int64] = field(init=False)
+    """Numbers of the chosen frames, in display order, without the repeated last one."""
+    timestamps_s: NDArray[np.float32] = field(init=False)
+    """Of the same frames."""
+    height: int = field(init=False)
+    """To resize to, like `width`."""
+    width: int = field(init=False)
+    warnings: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        index = self.index
+        self.indices, self.timestamps_s = choose_frames(index.num_frames, index.rate_fps, index.times_s, self.budget)
+        self.height, self.width = smart_resize(
+            *self.frame_size,
+            min_pixels=self.budget.min_pixels,
+            max_pixels=frame_max_pixels(len(self.indices), self.budget),
+        )
+        self.warnings = index.warnings
+
+    @property
+    def grid_thw(self) -> tuple[int, int, int]:
+        """Patches along time, height, width, before merging."""
+        num_pairs = -(-len(self.indices) // TEMPORAL_PATCH_SIZE)
+        return (num_pairs, self.height // PATCH_SIZE, self.width // PATCH_SIZE)
+
+    def decode(
+        self,
+        put: Put,
+        *,
+        patches_per_part: int | None,
+        raw: bool,
+        crew: Crew,
+        check_deadline: Callable[[], None],
+    ) -> None:
+        """Hands the chosen frames over, part by part. Raises MediaError, or VideoChanged."""
+        parts = PartAssembly(
+            num_frames=len(self.indices),
+            height=self.height,
+            width=self.width,
+            put=put,
+            patches_per_part=patches_per_part,
+            raw=raw,
+            max_open_parts=self._max_open_parts(patches_per_part, raw, crew.num_threads + 1),
+        )
+        try:
+            self._decode_into(parts, crew, check_deadline)
+        except FewerFrames as error:
+            if error.num_frames == 0 or error.num_frames >= self.index.num_frames:
+                raise MediaUndecodable(f"no frame of the video decodes ({describe(self.content)})") from error
+            raise VideoChanged(self._cut_to(error.num_frames)) from error
+
+    def _decode_into(self, parts: PartAssembly, crew: Crew, check_deadline: Callable[[], None]) -> None:
+        stop = threading.Event()
+
+        def emit(place: int, pixels: NDArray[np.uint8]) -> None:
+            parts.wait_for_room(place, stop=stop, check_deadline=check_deadline)
+            parts.store(place, pixels)
+
+        wanted = [(place, int(self.indices[place])) for place in parts.missing()]
+        num_threads = crew.num_threads + 1
+        if self.backend == "decord":
+            decode_with_decord(self.content, wanted, emit, num_threads=num_threads, check_deadline=check_deadline)
+            return
+        self.warnings += scan(
+            self.content,
+            self.index,
+            wanted,
+            emit,
+            limits=self.limits,
+            num_threads=num_threads,
+            check_deadline=check_deadline,
+        )
+
+    def _cut_to(self, num_frames: int) -> OpenVideo:
+        warning = f"{self.index.num_frames} frames were counted, {num_frames} decode; sampled over those"
+        cut = self.index.cut_to(num_frames, warning)
+        return OpenVideo(self.content, cut, self.budget, self.limits, self.backend, self.frame_size)
+
+    def _max_open_parts(self, patches_per_part: int | None, raw: bool, num_workers: int) -> int:
+        _, h, w = self.grid_thw
+        pairs = 1 if patches_per_part is None else max(1, patches_per_part // (h * w))
+        if raw:
+            part_bytes = pairs * TEMPORAL_PATCH_SIZE * 3 * self.frame_size[0] * self.frame_size[1]
+        else:
+            part_bytes = pairs * h * w * PATCH_WIDTH * np.dtype(np.float32).itemsize
+        return max(num_workers + 1, _OPEN_PARTS_BYTES // part_bytes)
+
+
+def open_video(
+    content: bytes,
+    *,
+    budget: VideoBudget,
+    limits: DecodeLimits,
+    backend: VideoBackend,
+    check_deadline: Callable[[], None],
+) -> OpenVideo:
+    """Reads the packets, decodes the first frame and chooses. Raises MediaError."""
+    index = read_index(content, limits, check_deadline)
+    # The first frame decides on the size: it is upright, which the container's own size is not.
+    pixels = upright_rgb(_first_frame(content, limits, check_deadline))
+    return OpenVideo(content, index, budget, limits, backend, (pixels.shape[0], pixels.shape[1]))
+
+
+def _first_frame(content: bytes, limits: DecodeLimits, check_deadline: Callable[[], None]) -> Any:
+    with open_container(content, "a video") as container:
+        stream = pick_video_stream(container, content)
+        stream.codec_context.thread_count = 1
+        for frame in FrameReader(container, stream):
+            check_deadline()
+            check_frame_size(frame.width, frame.height, limits)
+            return frame
+    raise MediaUndecodable(f"no frame of the video decodes ({describe(content)})")
