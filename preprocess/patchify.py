@@ -8,95 +8,111 @@ picture of 32 x 64 pixels is 2 x 4 patches, two groups, rows
 
 Columns of a row: channel, frame of the pair, pixel row, pixel column; column = ((c * 2 + frame) * 16 + y) * 16 + x.
 
-Memory is the patches themselves plus one frame: a long video never exists as full-size pixels.
+Memory is the patches themselves plus a band of 32 rows: a long video never exists as full-size pixels.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from preprocess.bilinear import bands
 from preprocess.types import MERGE_SIZE, PATCH_SIZE, PATCH_WIDTH, TEMPORAL_PATCH_SIZE, Frames, Patches
 
-# CLIP's constants, on the scale 0..255.
-_MEAN: Final = 255 * np.array([0.48145466, 0.4578275, 0.40821073], dtype=np.float64)
-_STD: Final = 255 * np.array([0.26862954, 0.26130258, 0.27577711], dtype=np.float64)
+_UNIT: Final = PATCH_SIZE * MERGE_SIZE
+_HALF_LINE: Final = PATCH_SIZE // 2
+"""Values moved at once. A line of a patch is 16 contiguous values; NumPy gathers items of 32 bytes fastest."""
+_ITEM: Final = np.dtype(f"V{4 * _HALF_LINE}")
 
 
 class PatchWriter:
     """Collects frames, one at a time and in any order, as the patches of one medium.
 
-    `num_frames` must be even: the caller repeats the last frame of an odd count.
+    `num_frames` must be even: the caller repeats the last frame of an odd count. Frames may be put from several threads
+    at once. `rows`, [patches, 1536] float32 and contiguous, is memory to write to; new memory when None.
     """
 
     # G groups along height (h) or width (w), M = 2 patches of a group, C channels, F = 2 frames, Y X pixels of a patch
 
-    def __init__(self, *, num_frames: int, height: int, width: int) -> None:
+    def __init__(self, *, num_frames: int, height: int, width: int, rows: NDArray[np.float32] | None = None) -> None:
         if num_frames < 1 or num_frames % TEMPORAL_PATCH_SIZE:
             raise ValueError(f"num_frames is {num_frames}, allowed is a positive even number")
-        unit = PATCH_SIZE * MERGE_SIZE
-        if height < unit or width < unit or height % unit or width % unit:
-            raise ValueError(f"picture is {width} x {height}, allowed are positive multiples of {unit}")
+        if height < _UNIT or width < _UNIT or height % _UNIT or width % _UNIT:
+            raise ValueError(f"picture is {width} x {height}, allowed are positive multiples of {_UNIT}")
         self._size = (height, width)
         self.grid_thw = (num_frames // TEMPORAL_PATCH_SIZE, height // PATCH_SIZE, width // PATCH_SIZE)
         t, h, w = self.grid_thw
-        self._rows_PD = torch.empty((t * h * w, PATCH_WIDTH), dtype=torch.float32)
-        groups = (h // MERGE_SIZE, w // MERGE_SIZE, MERGE_SIZE, MERGE_SIZE)
-        self._cells_TGhGwMhMwCFYX = self._rows_PD.view(t, *groups, 3, TEMPORAL_PATCH_SIZE, PATCH_SIZE, PATCH_SIZE)
+        shape = (t * h * w, PATCH_WIDTH)
+        if rows is None:
+            rows = np.empty(shape, dtype=np.float32)
+        elif rows.shape != shape or rows.dtype != np.float32 or not rows.flags.c_contiguous:
+            raise ValueError(f"rows is {rows.dtype} {rows.shape}, wanted is contiguous float32 {shape}")
+        self._rows_PD = rows
+        patch = (3, TEMPORAL_PATCH_SIZE, PATCH_SIZE, PATCH_SIZE)
+        self._cells_TGhGwMhMwCFYX = rows.reshape(t, h // MERGE_SIZE, w // MERGE_SIZE, MERGE_SIZE, MERGE_SIZE, *patch)
         self._filled = [False] * num_frames
 
     def put(self, frame: int, pixels_HWC: NDArray[np.uint8]) -> None:
         """Resizes, normalises and stores one RGB frame, [H, W, 3] of any size, as frame number `frame`."""
         height, width = self._size
-        picture_CHW = normalised(pixels_HWC, height=height, width=width)
-        _, h, w = self.grid_thw
-        cells = picture_CHW.view(3, h // MERGE_SIZE, MERGE_SIZE, PATCH_SIZE, w // MERGE_SIZE, MERGE_SIZE, PATCH_SIZE)
-        self._target(frame).copy_(cells.permute(1, 4, 2, 5, 0, 3, 6))
+        pair, side = divmod(frame, TEMPORAL_PATCH_SIZE)
+        order = _order(width, 1)
+        cut = np.empty(len(order), dtype=_ITEM)
+        for group, band_YCX in enumerate(bands(pixels_HWC, height=height, width=width, rows=_UNIT)):
+            np.take(band_YCX.reshape(-1).view(_ITEM), order, out=cut, mode="wrap")
+            target = self._cells_TGhGwMhMwCFYX[pair, group, :, :, :, :, side]
+            target[...] = cut.view(np.float32).reshape(target.shape)
         self._filled[frame] = True
+
+    def put_pair(self, pair: int, pixels_HWC: NDArray[np.uint8]) -> None:
+        """The same picture as both frames of a pair, for hardly more than the price of one."""
+        height, width = self._size
+        order = _order(width, TEMPORAL_PATCH_SIZE)
+        for group, band_YCX in enumerate(bands(pixels_HWC, height=height, width=width, rows=_UNIT)):
+            target = self._cells_TGhGwMhMwCFYX[pair, group].reshape(-1).view(_ITEM)
+            np.take(band_YCX.reshape(-1).view(_ITEM), order, out=target, mode="wrap")
+        for frame in range(pair * TEMPORAL_PATCH_SIZE, (pair + 1) * TEMPORAL_PATCH_SIZE):
+            self._filled[frame] = True
 
     def repeat(self, frame: int) -> None:
         """Stores a copy of the frame before as frame number `frame`."""
         if not self._filled[frame - 1]:
             raise ValueError(f"frame {frame - 1} was not stored, so it cannot be repeated")
-        self._target(frame).copy_(self._target(frame - 1))
+        self._side(frame)[...] = self._side(frame - 1)
         self._filled[frame] = True
 
     def patches(self) -> Patches:
         """The finished patches. Raises ValueError when a frame is missing."""
         if not all(self._filled):
             raise ValueError(f"frame {self._filled.index(False)} of {len(self._filled)} was not stored")
-        return Patches(pixel_values=self._rows_PD.numpy(), grid_thw=self.grid_thw)
+        return Patches(pixel_values=self._rows_PD, grid_thw=self.grid_thw)
 
-    def _target(self, frame: int) -> torch.Tensor:
+    def _side(self, frame: int) -> NDArray[np.float32]:
         pair, side = divmod(frame, TEMPORAL_PATCH_SIZE)
         return self._cells_TGhGwMhMwCFYX[pair, :, :, :, :, :, side]
 
 
-def normalised(pixels_HWC: NDArray[np.uint8], *, height: int, width: int) -> torch.Tensor:
-    """[3, height, width] float32: bilinear without antialias, neither rounded nor clamped, then CLIP's mean and std."""
-    # A copy when rows are reversed or rotated (negative strides), which torch does not take.
-    source_HWC = torch.from_numpy(np.ascontiguousarray(pixels_HWC))
-    # Left in the memory order it has: the resize is a third faster on interleaved channels, with the same result.
-    picture_1CHW = source_HWC.permute(2, 0, 1).unsqueeze(0).to(torch.float32)
-    if picture_1CHW.shape[-2:] != (height, width):
-        picture_1CHW = torch.nn.functional.interpolate(
-            picture_1CHW, size=(height, width), mode="bilinear", align_corners=False, antialias=False
-        )
-    mean = torch.tensor(_MEAN, dtype=torch.float32).view(3, 1, 1)
-    std = torch.tensor(_STD, dtype=torch.float32).view(3, 1, 1)
-    return picture_1CHW[0].sub_(mean).div_(std)
+@lru_cache(maxsize=16)
+def _order(width: int, num_sides: int) -> NDArray[np.intp]:
+    """For every half line of a row of groups, in patch order, its place in a band of [32, 3, width] values.
+
+    With two sides every half line is taken twice, once per frame.
+    """
+    halves = np.arange(_UNIT * 3 * width // _HALF_LINE, dtype=np.intp)
+    cells_MhYCGwMwX = halves.reshape(MERGE_SIZE, PATCH_SIZE, 3, width // _UNIT, MERGE_SIZE, 2)
+    cells_GwMhMwCFYX = cells_MhYCGwMwX.transpose(3, 0, 4, 2, 1, 5)[:, :, :, :, None]
+    return np.repeat(cells_GwMhMwCFYX, num_sides, axis=4).reshape(-1)
 
 
 def patchify(frames: Frames, *, height: int, width: int) -> Patches:
     """All frames at once: [T, H, W, 3] resized to (height, width). An odd count has its last frame repeated."""
     num_frames = frames.pixels.shape[0]
-    padded = num_frames + num_frames % TEMPORAL_PATCH_SIZE
-    writer = PatchWriter(num_frames=padded, height=height, width=width)
-    for frame in range(num_frames):
+    writer = PatchWriter(num_frames=num_frames + num_frames % TEMPORAL_PATCH_SIZE, height=height, width=width)
+    for frame in range(num_frames // TEMPORAL_PATCH_SIZE * TEMPORAL_PATCH_SIZE):
         writer.put(frame, frames.pixels[frame])
-    if padded > num_frames:
-        writer.repeat(num_frames)
+    if num_frames % TEMPORAL_PATCH_SIZE:
+        writer.put_pair(num_frames // TEMPORAL_PATCH_SIZE, frames.pixels[-1])
     return writer.patches()
