@@ -19,6 +19,7 @@ from preprocess.types import (
     MediaOptions,
 )
 
+AudioResampler = Literal["published", "soxr_hq"]
 VideoBackend = Literal["pyav", "decord"]
 Isolation = Literal["threads", "processes"]
 _T = TypeVar("_T")
@@ -30,16 +31,21 @@ class FetchLimits:
 
     max_bytes: int = 256 * 1024 * 1024
     timeout_s: float = 30.0
-    """For one source, all redirects together."""
+    """For one source, all redirects together, from the moment it has a slot."""
+    stall_timeout_s: float = 10.0
+    """For one connection to come about, and between two pieces of an answer."""
     max_redirects: int = 5
     allow_private_addresses: bool = False
     """True lets URLs reach loopback and private addresses, link-local ones never. For tests and closed networks."""
     media_roots: tuple[Path, ...] = ()
     """Directories that file: URLs may read; none by default, so file: is off."""
-    max_concurrency: int = 64
+    max_concurrency: int = 256
+    """Downloads at a time, of all requests together."""
+    max_concurrency_per_request: int = 64
+    """So that one request with many URLs, on servers that never answer, leaves slots for the others."""
 
     def __post_init__(self) -> None:
-        for name in ("max_bytes", "timeout_s", "max_concurrency"):
+        for name in ("max_bytes", "timeout_s", "stall_timeout_s", "max_concurrency", "max_concurrency_per_request"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, allowed is above 0")
         if self.max_redirects < 0:
@@ -96,6 +102,11 @@ class DecodeSettings:
             if getattr(self, name) < 64 * 1024**2:
                 raise ValueError(f"{name} is {getattr(self, name)}, allowed is 64 MiB or more")
 
+    @property
+    def num_helpers(self) -> int:
+        """Threads of the crew that joins whoever decodes a video."""
+        return (self.num_threads if self.video_threads is None else self.video_threads) - 1
+
 
 @dataclass(frozen=True, slots=True)
 class ImageBudget:
@@ -131,6 +142,9 @@ class AudioBudget:
     fmax_hz: float | None = None
     """None: half the rate."""
     tokens_per_s: float = 6.25
+    resampler: AudioResampler = "published"
+    """How sound comes to the model's rate. `published` lets half of what lies just above the new Nyquist frequency
+    through as aliases, and the model was trained on those; `soxr_hq` does not, and shows it other spectra."""
 
 
 # Engines' own defaults, used where a checkpoint's key is missing or null.
@@ -153,6 +167,8 @@ _FALLBACKS: Final[Mapping[str, Any]] = {
     "audio_fmax": None,
     "audio_input_id_per_second": 25.0,
     "audio_group_size": 4,
+    # Ours, not the published processor's.
+    "audio_resampler": "published",
     "video_audio_interleave_length": 0.0,
 }
 # Values the arithmetic here is written for. A checkpoint that says otherwise is refused, not approximated.
@@ -216,6 +232,7 @@ class ProcessorConfig:
                 fmin_hz=get.number("audio_fmin"),
                 fmax_hz=get.optional_number("audio_fmax"),
                 tokens_per_s=get.number("audio_input_id_per_second") / get.integer("audio_group_size"),
+                resampler=get.resampler("audio_resampler"),
             ),
             interleave_s=get.number("video_audio_interleave_length"),
         )
@@ -331,6 +348,12 @@ class _Section:
     def _read(self, key: str) -> object:
         found = self._values.get(key)
         return _FALLBACKS[key] if found is None else found
+
+    def resampler(self, key: str) -> AudioResampler:
+        found = self._read(key)
+        if found == "published" or found == "soxr_hq":
+            return found
+        raise ValueError(f"processor_config.{key} is {found!r}, allowed is 'published' or 'soxr_hq'")
 
     def optional_number(self, key: str) -> float | None:
         found = self._read(key)

@@ -1,50 +1,56 @@
-"""Media URLs to bytes, with limits on bytes, time, redirects and addresses.
+"""Media URLs to bytes, with limits on bytes, time, redirects, addresses and how much one request may do at a time.
 
     data:          decoded in place
     file:          under the configured roots only
     http, https    checked resolver, redirects followed here and checked anew at each hop
 
-Requests for one URL that overlap in time share one download.
+Requests for one URL that overlap in time share one download. Connections are kept and used again: one leads to an
+address that was checked when it was opened, whatever the name's answer is by then.
 """
 
 from __future__ import annotations
 
 import asyncio
-import zlib
+import os
+import weakref
+from collections.abc import Hashable
+from http import HTTPStatus
 from types import TracebackType
 from typing import Final, Self
 
 import aiohttp
+from aiohttp.client_proto import ResponseHandler
+from aiohttp.connector import Connection
+from aiohttp.tracing import Trace
 from yarl import URL
 
-from preprocess.addresses import CheckedResolver, Lookup, check_endpoint, system_lookup
+from preprocess.addresses import CheckedResolver, Lookup, SystemLookup, check_endpoint
 from preprocess.config import FetchLimits
-from preprocess.errors import (
-    MediaForbidden,
-    MediaInvalid,
-    MediaTooLarge,
-    MediaUnreachable,
-    MediaUnsupported,
-)
+from preprocess.errors import MediaError, MediaForbidden, MediaInvalid, MediaTooLarge, MediaUnreachable
+from preprocess.fetch_body import open_body
 from preprocess.local import decode_data_url, read_file_url
+from preprocess.turns import Turn, Turns
 from preprocess.types import MediaSource
 
 _USER_AGENT: Final = "mimo-epd/0.1 (media fetcher)"
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
-_CHUNK_BYTES: Final = 1 << 16
 # Decoding more base64 than this on the event loop would be felt by other requests.
 _INLINE_DATA_CHARS: Final = 1 << 18
+# Every scheme with its colon is shorter; a data: URL may have a hundred million characters.
+_SCHEME_CHARS: Final = 32
 
 
 class Fetcher:
     """Owns the HTTP session. Use as `async with Fetcher(limits) as fetcher`, or call `start` and `close`."""
 
-    def __init__(self, limits: FetchLimits, *, lookup: Lookup = system_lookup, user_agent: str = _USER_AGENT) -> None:
+    def __init__(self, limits: FetchLimits, *, lookup: Lookup | None = None, user_agent: str = _USER_AGENT) -> None:
+        """`lookup` instead of the system's resolver."""
         self._limits = limits
         self._lookup = lookup
         self._user_agent = user_agent
         self._session: aiohttp.ClientSession | None = None
-        self._slots = asyncio.Semaphore(limits.max_concurrency)
+        self._system_lookup: SystemLookup | None = None
+        self._turns = Turns(total=limits.max_concurrency, per_asker=limits.max_concurrency_per_request)
         self._flights: dict[str, _Flight] = {}
 
     async def __aenter__(self) -> Self:
@@ -58,19 +64,25 @@ class Fetcher:
 
     async def start(self) -> None:
         """Opens the session; must run on the event loop that will fetch."""
-        resolver = CheckedResolver(self._lookup, allow_private_addresses=self._limits.allow_private_addresses)
+        lookup = self._lookup
+        if lookup is None:
+            lookup = self._system_lookup = SystemLookup()
+        resolver = CheckedResolver(lookup, allow_private_addresses=self._limits.allow_private_addresses)
+        stall_s = self._limits.stall_timeout_s
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False, limit=self._limits.max_concurrency),
+            connector=_Connector(resolver=resolver, use_dns_cache=False, limit=self._limits.max_concurrency),
             cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None),
-            # Asked for as it is; should a server compress regardless, `_read_body` inflates under the byte cap.
+            # The whole of a fetch has its own deadline, redirects included.
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=stall_s, sock_read=stall_s),
+            # Asked for as it is; should a server compress regardless, the body is inflated under the byte cap.
             headers={"User-Agent": self._user_agent, "Accept": "*/*", "Accept-Encoding": "identity"},
             auto_decompress=False,
+            # No proxy and no password of the environment.
             trust_env=False,
         )
 
     async def close(self) -> None:
-        """Cancels downloads and closes the session."""
+        """Ends downloads, whose waiters get MediaUnreachable, and closes the session."""
         tasks = [flight.task for flight in self._flights.values()]
         for task in tasks:
             task.cancel()
@@ -78,26 +90,31 @@ class Fetcher:
         if self._session is not None:
             await self._session.close()
             self._session = None
+        if self._system_lookup is not None:
+            self._system_lookup.close()
+            self._system_lookup = None
 
-    async def fetch(self, source: MediaSource) -> bytes:
+    async def fetch(self, source: MediaSource, *, asker: Hashable | None = None) -> bytes:
         """The content, at least one byte and at most `max_bytes`.
 
-        Raises MediaInvalid, MediaForbidden, MediaUnreachable or MediaTooLarge.
+        Downloads of one `asker`, a request, share its part of the slots, and askers are served in rotation; None is
+        an asker of its own. Waiting for a slot has no time limit here. Raises MediaInvalid, MediaForbidden,
+        MediaUnreachable, MediaUnsupported or MediaTooLarge.
         """
         # White space around a URL means nothing, as in a browser's address line.
         url = source.url.strip()
-        scheme = url.partition(":")[0].lower()
-        match scheme:
+        scheme, colon, _ = url[:_SCHEME_CHARS].partition(":")
+        match scheme.lower() if colon else "":
             case "data":
                 content = await self._decode_data(url)
             case "file":
                 content = await asyncio.to_thread(read_file_url, url, self._limits)
             case "http" | "https":
-                content = await self._join_flight(url)
+                content = await self._join_flight(_parse(url), object() if asker is None else asker)
             case _:
                 raise MediaInvalid(f"URL scheme {scheme[:20]!r} is not known; allowed are http, https, data and file")
         if not content:
-            raise MediaInvalid(f"the {scheme}: URL holds no bytes")
+            raise MediaInvalid(f"the {scheme.lower()}: URL holds no bytes")
         return content
 
     async def _decode_data(self, url: str) -> bytes:
@@ -105,53 +122,83 @@ class Fetcher:
             return decode_data_url(url, self._limits.max_bytes)
         return await asyncio.to_thread(decode_data_url, url, self._limits.max_bytes)
 
-    async def _join_flight(self, url: str) -> bytes:
-        flight = self._flights.get(url)
+    async def _join_flight(self, url: URL, asker: Hashable) -> bytes:
+        name = str(url)
+        flight = self._flights.get(name)
         if flight is None:
-            flight = _Flight(asyncio.create_task(self._download(url)))
-            self._flights[url] = flight
-        flight.num_waiting += 1
+            if self._session is None:
+                raise RuntimeError("the fetcher was not started")
+            flight = self._flights[name] = _Flight(self._session, url, self._limits, self._turns)
+        flight.turn.join(asker)
         try:
             # Shielded: one waiter going away must not take the download from the others.
             return await asyncio.shield(flight.task)
+        except asyncio.CancelledError as error:
+            waiter = asyncio.current_task()
+            if flight.task.cancelled() and waiter is not None and not waiter.cancelling():
+                raise MediaUnreachable(f"the server stopped before {url.host} had delivered") from error
+            raise
         finally:
-            flight.num_waiting -= 1
-            if flight.num_waiting == 0:
+            flight.turn.leave(asker)
+            if not flight.turn.num_askers:
                 flight.task.cancel()
-            if (flight.task.done() or flight.num_waiting == 0) and self._flights.get(url) is flight:
-                del self._flights[url]
+            if (flight.task.done() or not flight.turn.num_askers) and self._flights.get(name) is flight:
+                del self._flights[name]
 
-    async def _download(self, text: str) -> bytes:
-        url = _parse(text)
+
+class _Connector(aiohttp.TCPConnector):
+    """Does not use a connection again on which something came unasked: it would pass for the next answer."""
+
+    def __init__(self, *, resolver: CheckedResolver, use_dns_cache: bool, limit: int) -> None:
+        super().__init__(resolver=resolver, use_dns_cache=use_dns_cache, limit=limit)
+        self._used: weakref.WeakSet[ResponseHandler] = weakref.WeakSet()
+
+    async def connect(
+        self, req: aiohttp.ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
+    ) -> Connection:
+        while True:
+            connection = await super().connect(req, traces, timeout)
+            protocol = connection.protocol
+            if protocol is None or protocol not in self._used or not protocol.should_close:
+                if protocol is not None:
+                    self._used.add(protocol)
+                return connection
+            connection.close()
+
+
+class _Flight:
+    """One download, from waiting for its turn to the last byte. Its turn counts the requests that wait for it."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: URL, limits: FetchLimits, turns: Turns) -> None:
+        self._session = session
+        self._at = url
+        """The URL being asked, after so many redirects."""
+        self._limits = limits
+        self.turn = Turn(turns)
+        self.task = asyncio.create_task(self._run())
+        # Not in the task itself: one that is cancelled before its first step never runs.
+        self.task.add_done_callback(lambda _: self.turn.end())
+
+    async def _run(self) -> bytes:
+        await self.turn.wait()
         try:
-            async with asyncio.timeout(self._limits.timeout_s), self._slots:
-                return await self._follow(url)
-        except TimeoutError as error:
-            raise MediaUnreachable(
-                f"{url.host} did not deliver within {self._limits.timeout_s:g} s", timed_out=True
-            ) from error
-        except aiohttp.InvalidURL as error:
-            raise MediaInvalid(f"the URL of {url.host} is malformed") from error
-        except aiohttp.ClientConnectorDNSError as error:
-            raise MediaUnreachable(f"the name {url.host} does not resolve") from error
-        except aiohttp.ClientPayloadError as error:
-            raise MediaUnreachable(f"{url.host} ended the transfer before all bytes had come") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise MediaUnreachable(f"cannot fetch from {url.host}: {error or type(error).__name__}") from error
+            async with asyncio.timeout(self._limits.timeout_s):
+                return await self._follow()
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            # TimeoutError, which is what a deadline raises, is an OSError.
+            raise self._in_words(error) from error
 
-    async def _follow(self, url: URL) -> bytes:
-        if self._session is None:
-            raise RuntimeError("the fetcher was not started")
+    async def _follow(self) -> bytes:
         for _ in range(self._limits.max_redirects + 1):
-            self._check(url)
-            async with self._session.get(url, allow_redirects=False) as response:
+            self._check(self._at)
+            async with self._session.get(self._at, allow_redirects=False) as response:
                 if response.status not in _REDIRECTS:
-                    return await self._read(url, response)
+                    return await self._read(response)
                 location = response.headers.get("Location")
                 if location is None:
-                    raise MediaUnreachable(f"{url.host} redirects (status {response.status}) without saying where")
-                url = url.join(_parse_location(location))
-        raise MediaUnreachable(f"more than {self._limits.max_redirects} redirects, the last to {url.host}")
+                    raise MediaUnreachable(f"{self._at.host} redirects (status {response.status}) without saying where")
+                self._at = redirect_target(self._at, location)
+        raise MediaUnreachable(f"more than {self._limits.max_redirects} redirects, the last to {self._at.host}")
 
     def _check(self, url: URL) -> None:
         if url.scheme not in ("http", "https"):
@@ -163,77 +210,77 @@ class Fetcher:
         # The encoded host is what is dialled: full-width and circled digits are ordinary ones by then.
         check_endpoint(url.raw_host or "", url.port, allow_private=self._limits.allow_private_addresses)
 
-    async def _read(self, url: URL, response: aiohttp.ClientResponse) -> bytes:
-        if response.status != 200:
-            raise MediaUnreachable(f"{url.host} answered with status {response.status}")
-        max_bytes = self._limits.max_bytes
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        host, max_bytes = self._at.host or "", self._limits.max_bytes
+        if response.status not in (HTTPStatus.OK, HTTPStatus.NON_AUTHORITATIVE_INFORMATION):
+            raise MediaUnreachable(f"{host} answered with status {_status_in_words(response.status)}")
         if response.content_length is not None and response.content_length > max_bytes:
-            raise MediaTooLarge(f"{url.host} announces {response.content_length} bytes, allowed are {max_bytes}")
-        body = _body(response.headers.get("Content-Encoding", "identity"), url, max_bytes)
-        async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
-            body.feed(chunk)
+            raise MediaTooLarge(f"{host} announces {response.content_length} bytes, allowed are {max_bytes}")
+        # Content-Type is not looked at: it is wrong too often, and the content says what it is.
+        body = open_body(response.headers.get("Content-Encoding", ""), host=host, max_bytes=max_bytes)
+        async for chunk in response.content.iter_any():
+            await body.feed(chunk)
         return body.finish()
 
-
-class _Flight:
-    """One download and how many requests wait for it."""
-
-    def __init__(self, task: asyncio.Task[bytes]) -> None:
-        self.task = task
-        self.num_waiting = 0
-
-
-class _Body:
-    """Collects content under a byte cap."""
-
-    def __init__(self, url: URL, max_bytes: int) -> None:
-        self._url = url
-        self._max_bytes = max_bytes
-        self._content = bytearray()
-
-    def feed(self, chunk: bytes) -> None:
-        if len(self._content) + len(chunk) > self._max_bytes:
-            raise MediaTooLarge(f"{self._url.host} sends over {self._max_bytes} bytes, which is the limit")
-        self._content += chunk
-
-    def finish(self) -> bytes:
-        return bytes(self._content)
-
-
-class _InflatingBody(_Body):
-    """Inflates gzip or zlib on the way, never more than the cap at once."""
-
-    def __init__(self, url: URL, max_bytes: int) -> None:
-        super().__init__(url, max_bytes)
-        self._inflate = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)
-
-    def feed(self, chunk: bytes) -> None:
-        try:
-            while chunk:
-                super().feed(self._inflate.decompress(chunk, self._max_bytes + 1))
-                chunk = self._inflate.unconsumed_tail
-        except zlib.error as error:
-            raise MediaUnreachable(f"{self._url.host} sends compressed content that does not inflate") from error
-
-    def finish(self) -> bytes:
-        if not self._inflate.eof:
-            raise MediaUnreachable(f"{self._url.host} ended its compressed content early")
-        return super().finish()
+    def _in_words(self, error: Exception) -> MediaError:
+        host, limits = self._at.host, self._limits
+        match error:
+            case aiohttp.ConnectionTimeoutError():
+                return MediaUnreachable(
+                    f"{host} took no connection within {limits.stall_timeout_s:g} s", timed_out=True
+                )
+            case aiohttp.SocketTimeoutError():
+                return MediaUnreachable(f"{host} sent nothing for {limits.stall_timeout_s:g} s", timed_out=True)
+            case TimeoutError():
+                return MediaUnreachable(f"{host} did not deliver within {limits.timeout_s:g} s", timed_out=True)
+            case aiohttp.InvalidURL():
+                return MediaInvalid(f"the URL of {host} is malformed")
+            case aiohttp.ClientConnectorDNSError():
+                return MediaUnreachable(f"the name {host} does not resolve")
+            case aiohttp.ClientConnectorCertificateError():
+                return MediaUnreachable(f"{host} shows a certificate that is not valid for it")
+            case aiohttp.ClientConnectorError():
+                # The error's own words name the address, which is the business of nobody outside.
+                why = os.strerror(error.errno) if error.errno else "no address answers"
+                return MediaUnreachable(f"cannot connect to {host}: {why}")
+            case aiohttp.ClientPayloadError():
+                return MediaUnreachable(f"{host} ended the transfer before all bytes had come")
+            case aiohttp.ServerDisconnectedError():
+                return MediaUnreachable(f"{host} closed the connection without an answer")
+            case aiohttp.ClientOSError():
+                return MediaUnreachable(f"the connection to {host} broke off")
+            case aiohttp.ClientResponseError():
+                return MediaUnreachable(f"{host} answers with something that is not HTTP")
+            case _:
+                return MediaUnreachable(f"cannot fetch from {host}: {type(error).__name__}")
 
 
-def _body(encoding: str, url: URL, max_bytes: int) -> _Body:
-    match encoding.strip().lower():
-        case "" | "identity":
-            return _Body(url, max_bytes)
-        case "gzip" | "x-gzip" | "deflate":
-            return _InflatingBody(url, max_bytes)
-        case _:
-            raise MediaUnsupported(f"{url.host} sends content encoded as {encoding[:40]!r} although none was asked for")
+def redirect_target(at: URL, location: str) -> URL:
+    """Where an answer of `at` with this Location leads; its scheme, host and port are yet to be checked.
+
+    Raises MediaUnreachable for a target that is no URL, MediaForbidden for the step from https: to http:, which would
+    put in the open what was asked for in private.
+    """
+    try:
+        target = _checked_host(at.join(URL(location.strip())).with_fragment(None))
+    except ValueError as error:
+        raise MediaUnreachable(f"{at.host} redirects to a malformed URL: {error}") from error
+    if at.scheme == "https" and target.scheme == "http":
+        raise MediaForbidden(f"{at.host} redirects from https: to http:, which is not followed")
+    return target
+
+
+def _status_in_words(status: int) -> str:
+    try:
+        return f"{status} ({HTTPStatus(status).phrase})"
+    except ValueError:
+        return str(status)
 
 
 def _parse(text: str) -> URL:
+    """A fragment is for whoever looks at the content: URLs that differ in it alone are one."""
     try:
-        url = URL(text.strip())
+        url = _checked_host(URL(text).with_fragment(None))
     except ValueError as error:
         raise MediaInvalid(f"the URL is malformed: {error}") from error
     if not url.host:
@@ -241,8 +288,7 @@ def _parse(text: str) -> URL:
     return url
 
 
-def _parse_location(text: str) -> URL:
-    try:
-        return URL(text.strip())
-    except ValueError as error:
-        raise MediaUnreachable(f"redirect to a malformed URL: {error}") from error
+def _checked_host(url: URL) -> URL:
+    """The URL. Raises ValueError for an encoded host that does not decode, which yarl tells on first use."""
+    _ = url.host
+    return url

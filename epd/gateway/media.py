@@ -9,7 +9,7 @@ A fault of one part ends the request with that part's name. Retrying on another 
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -56,7 +56,7 @@ class Encoder(Protocol):
 class MediaFetcher(Protocol):
     """`preprocess.fetch.Fetcher`."""
 
-    async def fetch(self, source: MediaSource) -> bytes: ...
+    async def fetch(self, source: MediaSource, *, asker: Hashable | None = None) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class MediaSet:
 
     async def prepare(self, parts: Sequence[MediaPart]) -> None:
         """Raises Refused naming the part."""
-        self._media = await _all(self._stage.fetch(part) for part in parts)
+        self._media = await _all(self._stage.fetch(part, asker=self) for part in parts)
         await self._encode()
 
     async def refresh(self) -> tuple[EmbeddingRef, ...]:
@@ -168,15 +168,18 @@ class MediaStage:
         finally:
             media.close()
 
-    async def fetch(self, part: MediaPart) -> Medium:
-        """The content and its key. Raises Refused naming the part."""
+    async def fetch(self, part: MediaPart, *, asker: Hashable) -> Medium:
+        """The content and its key. `asker` is the request, which has a share of the downloads and no more.
+
+        Raises Refused naming the part.
+        """
         processor = self._processor
         if processor is None:
             raise InvalidRequest("this model takes text only", param=part.param)
         try:
             # The options are checked before the first byte is fetched.
             _check_options(part.source, processor)
-            content = await self._fetcher.fetch(part.source)
+            content = await self._fetcher.fetch(part.source, asker=asker)
             info = await self._encoder.info(self._patience_s())
             key = await _key(content, part.source, processor, info.fingerprint)
         except (MediaError, EncoderError) as error:

@@ -6,7 +6,7 @@ A worker answers what `answer` says, token by token, and can be told to die, sta
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from encoder.errors import EncoderError, EncoderUnavailable
@@ -318,7 +318,7 @@ class FakeFetcher:
     contents: dict[str, bytes] = field(default_factory=dict)
     fetched: list[str] = field(default_factory=list)
 
-    async def fetch(self, source: MediaSource) -> bytes:
+    async def fetch(self, source: MediaSource, *, asker: Hashable | None = None) -> bytes:
         self.fetched.append(source.url)
         await asyncio.sleep(0)
         if source.url not in self.contents:

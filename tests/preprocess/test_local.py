@@ -35,6 +35,15 @@ URL_SAFE = base64.urlsafe_b64encode(CONTENT).decode()
         f"data:image/png;base64, {ENCODED[:5]}\r\n\t{ENCODED[5:]}\n",
         f"data:image/png;base64,{ENCODED[:4]}%0A{ENCODED[4:]}",
         f"data:image/png,{quote(CONTENT)}",
+        f"data:base64,{ENCODED}",
+        f"data:image/png;BASE64;name=a.png,{ENCODED}",
+        f"data://image/png;base64,{ENCODED}",
+        f"data:image/png;\nbase64,{ENCODED}\n",
+        f"data:image/png;base64,{ENCODED}==",
+        f"data:image/png;base64,{URL_SAFE[:6]}{ENCODED[6:]}",
+        f"data:image/png;base64,{ENCODED[:4]} {ENCODED[4:]}",
+        f"data:image/png;base64,{quote(URL_SAFE.rstrip('='), safe='')}%3d",
+        f"data:image/svg+xml;charset=utf-8,{quote(CONTENT)}",
     ],
 )
 def test_every_spelling(url: str) -> None:
@@ -62,6 +71,12 @@ def test_round_trip(content: bytes, safe: bool, padded: bool, escaped: bool) -> 
         ("data:image/png;base64,ab=d", "not base64"),
         ("data:image/png;base64,abcde", "5 base64 digits"),
         ("data:image/png;base64,abc\u00e9", "not base64"),
+        ("data:image/png;base64,data:image/png;base64,abcd", "not base64"),
+        ("data:image/png;base64,abc%zz", "not base64"),
+        ("data:image/png;base64,abc\ufeff", "not base64"),
+        ("data:,\ud800", "not text at 0"),
+        ("data:image/png;base64x,abc\ud800", "not text at 3"),
+        (f"data:image/png;base64,AAAA{ENCODED.replace('+', ' ', 1)}", "a \\+ arrives as a space"),
     ],
 )
 def test_malformed(url: str, words: str) -> None:
