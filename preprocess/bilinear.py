@@ -8,7 +8,7 @@ standard deviation. Two passes over rows that fit a core's cache:
     down    weight and add two rows
 
 Only source rows that an output row needs are read, and the picture never exists as floats. All arithmetic is single
-products and sums, each rounded once: the result is the same bit for bit whatever the thread, the machine's vector width,
+products and sums, each rounded once: results are the same bit for bit whatever the thread, the machine's vector width,
 or the place of the picture in memory. NumPy runs each call on the calling thread and releases the interpreter.
 """
 
@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 # CLIP's constants, on the scale 0..255.
-MEAN: Final = (255 * np.array([0.48145466, 0.4578275, 0.40821073])).astype(np.float32)
-STD: Final = (255 * np.array([0.26862954, 0.26130258, 0.27577711])).astype(np.float32)
+_MEAN: Final = (255 * np.array([0.48145466, 0.4578275, 0.40821073])).astype(np.float32)
+_STD: Final = (255 * np.array([0.26862954, 0.26130258, 0.27577711])).astype(np.float32)
 
 # Bytes of the packed pixel, low to high: red, green, blue, red of the next pixel. Masked and not shifted, since a
 # power of two costs nothing in the weight.
@@ -38,7 +38,7 @@ _WIDE: Final = 768
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """How one side of a picture is resampled. Output i is first_weight * source[first] + second_weight * source[second].
+    """How one side of a picture is resampled: first_weight * source[first] + second_weight * source[second].
 
     All arrays are [outputs]; the two weights of an output add up to one.
     """
@@ -61,13 +61,25 @@ def axis(num_source: int, num_target: int) -> Axis:
     first = np.arange(num_target, dtype=np.intp)
     if num_source == num_target:
         ones = np.ones(num_target, dtype=np.float32)
-        return Axis(first, first, ones, np.zeros_like(ones), is_copy=True)
+        return _shared(Axis(first, first, ones, np.zeros_like(ones), is_copy=True))
     scale = float(np.float32(num_source) / np.float32(num_target))
     position = np.maximum(scale * (first + 0.5) - 0.5, 0.0).astype(np.float32)
     first = np.minimum(position.astype(np.intp), num_source - 1)
     second_weight = np.clip(position - first.astype(np.float32), np.float32(0), np.float32(1))
     second = np.minimum(first + 1, num_source - 1)
-    return Axis(first, second, np.float32(1) - second_weight, second_weight, is_copy=False)
+    return _shared(Axis(first, second, np.float32(1) - second_weight, second_weight, is_copy=False))
+
+
+def _shared(side: Axis) -> Axis:
+    for array in (side.first, side.second, side.first_weight, side.second_weight):
+        array.setflags(write=False)
+    return side
+
+
+def normalising(side: Axis) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
+    """Both weights [3, outputs] and an addend [3], so that first * source + second * source + addend is normalised."""
+    scale_C1 = np.float32(1) / _STD[:, None]
+    return side.first_weight * scale_C1, side.second_weight * scale_C1, -_MEAN / _STD
 
 
 def bands(pixels_HWC: NDArray[np.uint8], *, height: int, width: int, rows: int) -> Iterator[NDArray[np.float32]]:
@@ -120,11 +132,10 @@ class _Across:
         self._pixels_HWC = pixels_HWC
         num_source = pixels_HWC.shape[1]
         self._axis = axis(num_source, width)
-        units = np.array(_UNITS, dtype=np.float32)[:, None]
-        scale = units / STD[:, None]
-        self._first_weight_CX = self._axis.first_weight * scale
-        self._second_weight_CX = self._axis.second_weight * scale
-        self._bias_C = -MEAN / STD
+        units_C1 = np.array(_UNITS, dtype=np.float32)[:, None]
+        first_CX, second_CX, self._bias_C = normalising(self._axis)
+        self._first_CX = first_CX * units_C1
+        self._second_CX = second_CX * units_C1
         self._packed_RW = np.empty((_ROWS_ACROSS, num_source), dtype=np.uint32)
         self._first_RX = np.empty((_ROWS_ACROSS, width), dtype=np.uint32)
         self._second_RX = np.empty_like(self._first_RX)
@@ -153,11 +164,11 @@ class _Across:
         for channel, mask in enumerate(_MASKS):
             np.bitwise_and(first_RX.view(np.int32), mask, out=masked_RX)
             np.copyto(sum_RX, masked_RX)
-            sum_RX *= self._first_weight_CX[channel]
+            sum_RX *= self._first_CX[channel]
             if second_RX is not None:
                 np.bitwise_and(second_RX.view(np.int32), mask, out=masked_RX)
                 np.copyto(spare_RX, masked_RX)
-                spare_RX *= self._second_weight_CX[channel]
+                spare_RX *= self._second_CX[channel]
                 sum_RX += spare_RX
             np.add(sum_RX, self._bias_C[channel], out=out_RCX[:, channel])
 
