@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import av
 import av.error
 import av.logging
+from av.stream import Discard
 
 from preprocess.errors import MediaUndecodable, MediaUnsupported
 from preprocess.sniff import IMAGE_KINDS, describe, sniff
@@ -48,6 +49,13 @@ def open_container(content: bytes, wanted: str) -> InputContainer:
         raise MediaUndecodable(
             f"expected {wanted}, but the file ({describe(content)}) cannot be opened: damaged, or of another kind"
         ) from error
+
+
+def read_only(container: InputContainer, stream: Any) -> None:
+    """Lets the demuxer pass over the data of all other streams."""
+    for other in container.streams:
+        if other.index != stream.index:
+            other.discard = Discard.all
 
 
 class PacketReader:

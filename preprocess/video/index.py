@@ -1,11 +1,12 @@
 """What a video file holds, packet by packet, learnt in one pass without decoding.
 
-What the container says about its frame count is not believed; packets are counted. Edit lists mark packets that are
-needed as references and never shown: those are no frames.
+What the container says about its frame count is not believed; packets are counted. Some packets are needed as
+references and never shown: those that an edit list cuts off, hidden frames of VP8. They make no frames.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -14,12 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from preprocess.config import DecodeLimits
-from preprocess.container import PacketReader, open_container
+from preprocess.container import PacketReader, open_container, read_only
 from preprocess.errors import MediaUndecodable
 from preprocess.sniff import describe
+from preprocess.video.bitstream import PROVABLE_CODECS, SKIPPING_CODECS, BitstreamReader
 from preprocess.video.stream import check_frame_size, check_length, pick_video_stream, stream_rate_fps
 
 _CHECK_EVERY: Final = 1024
+# Containers that keep a table of packets with their times, by which one can seek. Landings are verified all the same.
+_SEEKABLE: Final = frozenset({"mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +36,18 @@ class VideoIndex:
     """[N] like pts."""
     size_bytes: NDArray[np.int64]
     """[N]"""
-    is_key: NDArray[np.bool_]
-    """[N] marked by the container as a point to start from."""
+    is_start: NDArray[np.bool_]
+    """[N] decoding can start here: frames from this one on, in display order, need nothing before it."""
     shown: NDArray[np.int64]
     """[F] the packet of each frame that is shown, in display order."""
     times_s: NDArray[np.float64] | None
     """[F] when each frame is shown, strictly increasing from 0; None where the packets do not tell them apart."""
     rate_fps: float
     """Frames per second on average, as the container has it."""
+    scan_reason: str | None
+    """Why frames can only be found by decoding from the start; None where `plan` may be used."""
+    may_skip: bool
+    """Pictures that no other needs may be left out by the decoder."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -54,23 +62,32 @@ class VideoIndex:
 
 @dataclass(slots=True)
 class _Rows:
+    """One entry per packet."""
+
     pts: list[int | None]
     dts: list[int | None]
     size_bytes: list[int]
-    is_key: list[bool]
-    is_hidden: list[bool]
+    is_start: list[bool]
+    is_shown: list[bool]
+    has_discards: bool = False
+    has_layers: bool = False
+    has_damage: bool = False
 
 
 def read_index(content: bytes, limits: DecodeLimits, check_deadline: Callable[[], None]) -> VideoIndex:
     """Raises MediaUndecodable, MediaUnsupported or MediaTooLarge, and what `check_deadline` raises."""
     with open_container(content, "a video") as container:
         stream = pick_video_stream(container, content)
-        check_frame_size(stream.codec_context.width, stream.codec_context.height, limits)
-        rows = _read_rows(PacketReader(container, stream), check_deadline)
-        num_frames = len(rows.size_bytes) - sum(rows.is_hidden)
+        read_only(container, stream)
+        context = stream.codec_context
+        check_frame_size(context.width, context.height, limits)
+        packets = PacketReader(container, stream)
+        bitstream = BitstreamReader(context.codec.name, bytes(context.extradata or b""))
+        rows = _read_rows(packets, bitstream, check_deadline)
+        num_frames = sum(rows.is_shown)
         if num_frames == 0:
             raise MediaUndecodable(f"the video has no frames ({describe(content)})")
-        index = _index_of(rows, container, stream)
+        index = _index_of(rows, packets, container, stream)
     length_s = num_frames / index.rate_fps
     if index.times_s is not None:
         length_s = max(length_s, float(index.times_s[-1]))
@@ -78,38 +95,77 @@ def read_index(content: bytes, limits: DecodeLimits, check_deadline: Callable[[]
     return index
 
 
-def _read_rows(packets: PacketReader, check_deadline: Callable[[], None]) -> _Rows:
+def _read_rows(packets: PacketReader, bitstream: BitstreamReader, check_deadline: Callable[[], None]) -> _Rows:
     rows = _Rows([], [], [], [], [])
     for packet in packets:
         if not packet.size:
             continue
+        is_start, is_shown = False, True
+        if packet.is_keyframe or bitstream.reads_every_packet:
+            facts = bitstream.facts(memoryview(packet))
+            is_start = facts.is_start and packet.is_keyframe
+            is_shown = facts.is_shown
+            rows.has_layers = rows.has_layers or facts.temporal_layer > 0
+        if packet.is_discard:
+            is_shown, rows.has_discards = False, True
+        rows.has_damage = rows.has_damage or packet.is_corrupt
         rows.pts.append(packet.pts)
         rows.dts.append(packet.dts)
         rows.size_bytes.append(packet.size)
-        rows.is_key.append(packet.is_keyframe)
-        rows.is_hidden.append(packet.is_discard)
+        rows.is_start.append(is_start)
+        rows.is_shown.append(is_shown)
         if len(rows.pts) % _CHECK_EVERY == 0:
             check_deadline()
     return rows
 
 
-def _index_of(rows: _Rows, container: Any, stream: Any) -> VideoIndex:
+def _index_of(rows: _Rows, packets: PacketReader, container: Any, stream: Any) -> VideoIndex:
     pts = np.array([value or 0 for value in rows.pts], dtype=np.int64)
-    shown = np.flatnonzero(~np.array(rows.is_hidden, dtype=np.bool_))
+    shown = np.flatnonzero(np.array(rows.is_shown, dtype=np.bool_))
     times_s: NDArray[np.float64] | None = None
     if all(rows.pts[packet] is not None for packet in shown) and len(np.unique(pts[shown])) == len(shown):
         shown = shown[np.argsort(pts[shown])]
         times_s = (pts[shown] - pts[shown[0]]) * float(stream.time_base)
     num_frames = len(shown)
-    # A file cut short announces more than it holds.
-    short = (f"the file announces {stream.frames} frames and holds {num_frames}",)
+    warnings: tuple[str, ...] = (packets.damage,) if packets.damage is not None else ()
+    if stream.frames > num_frames and not rows.has_discards:
+        # A file cut short announces more than it holds.
+        warnings += (f"the file announces {stream.frames} frames and holds {num_frames}",)
+    codec = stream.codec_context.codec.name
     return VideoIndex(
         pts=pts,
         dts=np.array([value or 0 for value in rows.dts], dtype=np.int64),
         size_bytes=np.array(rows.size_bytes, dtype=np.int64),
-        is_key=np.array(rows.is_key, dtype=np.bool_),
+        is_start=np.array(rows.is_start, dtype=np.bool_),
         shown=shown,
         times_s=times_s,
         rate_fps=stream_rate_fps(container, stream, num_frames),
-        warnings=short if stream.frames > num_frames else (),
+        scan_reason=_scan_reason(rows, container.format.name, codec),
+        # A picture that nothing in its own temporal layer refers to may still be needed by the layers above.
+        may_skip=codec in SKIPPING_CODECS and not rows.has_layers,
+        warnings=warnings,
     )
+
+
+def _scan_reason(rows: _Rows, container: str, codec: str) -> str | None:
+    """The first reason found against planning; see `VideoIndex.scan_reason`."""
+    pts = [value for value in rows.pts if value is not None]
+    dts = [value for value in rows.dts if value is not None]
+    starts = [packet for packet, is_start in enumerate(rows.is_start) if is_start]
+    if container not in _SEEKABLE:
+        return f"no exact seeking in {container}"
+    if codec not in PROVABLE_CODECS:
+        return f"starts are not proven for {codec}"
+    if rows.has_discards:
+        return "an edit list cuts packets off"
+    if rows.has_damage:
+        return "damaged packets"
+    if len(pts) < len(rows.pts) or len(set(pts)) < len(pts):
+        return "packets without a time of their own"
+    if any(later <= earlier for earlier, later in itertools.pairwise(dts)):
+        return "decoding times do not increase"
+    if not starts or starts[0] != 0 or min(pts) < pts[0]:
+        return "the file does not begin with a start"
+    if any(pts[later] <= pts[earlier] for earlier, later in itertools.pairwise(starts)):
+        return "starts out of order"
+    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 
 from preprocess.config import DecodeLimits, VideoBackend, VideoBudget
 from preprocess.container import FrameReader, open_container
-from preprocess.crew import Crew
+from preprocess.crew import Crew, Teamwork
 from preprocess.errors import MediaUndecodable
 from preprocess.resize import choose_frames, frame_max_pixels, smart_resize
 from preprocess.sniff import describe
@@ -20,6 +19,7 @@ from preprocess.types import PATCH_SIZE, PATCH_WIDTH, TEMPORAL_PATCH_SIZE
 from preprocess.video.decord import decode_with_decord
 from preprocess.video.index import VideoIndex, read_index
 from preprocess.video.parts import PartAssembly, Put
+from preprocess.video.planned import Unproven, decode_planned
 from preprocess.video.scan import FewerFrames, scan
 from preprocess.video.stream import check_frame_size, pick_video_stream, upright_rgb
 
@@ -98,26 +98,48 @@ class OpenVideo:
             raise VideoChanged(self._cut_to(error.num_frames)) from error
 
     def _decode_into(self, parts: PartAssembly, crew: Crew, check_deadline: Callable[[], None]) -> None:
-        stop = threading.Event()
+        team = Teamwork()
 
         def emit(place: int, pixels: NDArray[np.uint8]) -> None:
-            parts.wait_for_room(place, stop=stop, check_deadline=check_deadline)
+            parts.wait_for_room(place, stop=team.stop, check_deadline=check_deadline)
             parts.store(place, pixels)
 
-        wanted = [(place, int(self.indices[place])) for place in parts.missing()]
         num_threads = crew.num_threads + 1
         if self.backend == "decord":
-            decode_with_decord(self.content, wanted, emit, num_threads=num_threads, check_deadline=check_deadline)
+            decode_with_decord(
+                self.content, self._wanted(parts), emit, num_threads=num_threads, check_deadline=check_deadline
+            )
             return
-        self.warnings += scan(
+        if self.index.scan_reason is None:
+            try:
+                decode_planned(
+                    self.content,
+                    self.index,
+                    self._wanted(parts),
+                    emit,
+                    limits=self.limits,
+                    crew=crew,
+                    team=team,
+                    check_deadline=check_deadline,
+                )
+            except Unproven:
+                # All workers have stopped; what they emitted is right, and the scan does the rest.
+                team = Teamwork()
+            else:
+                return
+        found = scan(
             self.content,
             self.index,
-            wanted,
+            self._wanted(parts),
             emit,
             limits=self.limits,
             num_threads=num_threads,
             check_deadline=check_deadline,
         )
+        self.warnings += tuple(warning for warning in found if warning not in self.warnings)
+
+    def _wanted(self, parts: PartAssembly) -> list[tuple[int, int]]:
+        return [(place, int(self.indices[place])) for place in parts.missing()]
 
     def _cut_to(self, num_frames: int) -> OpenVideo:
         warning = f"{self.index.num_frames} frames were counted, {num_frames} decode; sampled over those"

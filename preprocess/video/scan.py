@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from preprocess.config import DecodeLimits
-from preprocess.container import FrameReader, open_container
+from preprocess.container import FrameReader, open_container, read_only
 from preprocess.video.index import VideoIndex
 from preprocess.video.stream import check_frame_size, pick_video_stream, upright_rgb
 
 # Beyond this, frame threads cost memory and win little.
-_MAX_CODEC_THREADS: Final = 16
+MAX_CODEC_THREADS: Final = 16
 
 Emit = Callable[[int, NDArray[np.uint8]], None]
 """Takes one chosen frame: its place in the list of wanted frames, and its pixels [H, W, 3], RGB, upright, over white.
@@ -46,9 +46,10 @@ def scan(
     """
     with open_container(content, "a video") as container:
         stream = pick_video_stream(container, content)
+        read_only(container, stream)
         if num_threads > 1:
             stream.thread_type = "AUTO"
-        stream.codec_context.thread_count = min(num_threads, _MAX_CODEC_THREADS)
+        stream.codec_context.thread_count = min(num_threads, MAX_CODEC_THREADS)
         reader = FrameReader(container, stream)
         numbered = _numbered(reader, index, check_deadline)
         num_replaced = _emit_wanted(numbered, wanted, emit, limits)
