@@ -1,8 +1,8 @@
 """The story of one medium, from bytes to tower input: sniff, decode, resize, normalise, cut.
 
     image   decode_image -> smart_resize -> patchify
-    video   open_video -> decode (frames resized and cut as they come), beside it decode_track -> log_mel -> slice_audio
-    audio   decode_audio -> log_mel
+    video   open_video -> decode (frames resized and cut as they come), beside it track_mel -> slice_audio
+    audio   audio_mel
 
 `open_media` tells how the medium is laid out before its pictures are decoded; `OpenMedia.decode` then hands them over
 in parts, so that a tower can begin with a long video's first seconds. `prepare` is both, into one piece.
@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from preprocess.audio import decode_audio, decode_track, log_mel, no_deadline
+from preprocess.audio import audio_mel, no_deadline, track_mel
 from preprocess.config import ProcessorConfig
 from preprocess.crew import NO_CREW, Crew, Errand
 from preprocess.errors import MediaUndecodable
@@ -249,17 +249,16 @@ def _image_pictures(pixels: NDArray[np.uint8], height: int, width: int, raw: boo
 def _video_sound(
     content: bytes, config: ProcessorConfig, use_audio: bool | None, check_deadline: Callable[[], None]
 ) -> Sound:
-    waveform, warnings = decode_track(content, config.limits, check_deadline=check_deadline)
-    if waveform is None and use_audio:
+    mel, warnings = track_mel(content, config.audio, config.limits, check_deadline=check_deadline)
+    if mel is None and use_audio:
         raise MediaUndecodable(
             "use_audio is true, but the video has no audio track that decodes; leave it out or send false"
         )
-    return (None if waveform is None else log_mel(waveform, config.audio)), warnings
+    return mel, warnings
 
 
 def _audio_sound(content: bytes, config: ProcessorConfig, check_deadline: Callable[[], None]) -> Sound:
-    waveform, warnings = decode_audio(content, config.limits, check_deadline=check_deadline)
-    return log_mel(waveform, config.audio), warnings
+    return audio_mel(content, config.audio, config.limits, check_deadline=check_deadline)
 
 
 def _video_layout(video: OpenVideo, mel: MelFrames | None, config: ProcessorConfig) -> MediaLayout:

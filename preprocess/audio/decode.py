@@ -118,7 +118,7 @@ def _average(samples_CN: Samples) -> Samples:
     first_N: Samples = samples_CN[0]
     if len(samples_CN) == 1:
         return first_N
-    total_N = first_N + samples_CN[1]
+    total_N: Samples = first_N + samples_CN[1]
     for channel_N in samples_CN[2:]:
         total_N += channel_N
     total_N /= np.float32(len(samples_CN))

@@ -16,11 +16,11 @@ import av
 import av.error
 import numpy as np
 import soundfile
-from av.stream import Discard, Disposition
+from av.stream import Disposition
 
 from preprocess.audio.resample import Samples
 from preprocess.config import DecodeLimits
-from preprocess.container import PacketReader, open_container
+from preprocess.container import PacketReader, open_container, read_only
 from preprocess.errors import MediaTooLarge, MediaUndecodable, MediaUnsupported
 
 _PIECE_NUMBERS: Final = 1 << 18
@@ -164,10 +164,7 @@ class FfmpegSource:
             if stream is None:
                 return
             self._has_track = True
-            for other in container.streams:
-                if other is not stream:
-                    # Demuxers then pass over the pictures instead of reading them.
-                    other.discard = Discard.all
+            read_only(container, stream)
             reader = PacketReader(container, stream)
             queue = _FrameQueue()
             surplus = _Surplus(container, stream)
