@@ -23,7 +23,7 @@ from encoder.fingerprint import checkpoint_fingerprint
 from encoder.links import ZmqEndpoint
 from encoder.runner import TowerRunner
 from encoder.server import EncoderServer, Replica
-from preprocess.config import ProcessorConfig
+from preprocess.config import DecodeSettings, ProcessorConfig
 from preprocess.pool import DecodePool
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def open_server(config: EncoderConfig, *, model_dir: Path, name: str, arena: str
     store = EmbeddingStore(
         segment, CacheIndex(incarnation), width=runner.width, dtype=runner.dtype, row_bytes=runner.row_bytes
     )
-    pool = DecodePool(config.decode_threads)
+    pool = DecodePool(DecodeSettings(num_threads=config.decode_threads))
     try:
         yield EncoderServer(config, replica=replica, runner=runner, store=store, pool=pool, processor=processor)
     finally:

@@ -1,37 +1,173 @@
-"""A bounded pool of decoder threads for an asyncio server.
+"""A bounded decode pool for an asyncio server: on threads, or in worker processes.
 
-Threads, not processes: Pillow, simplejpeg, FFmpeg, libsndfile and torch release the interpreter while they work, two
-threads decode nearly twice as many pictures as one, and results need no copy. Returning decoded pixels from worker
-processes by pickle costs more than decoding them.
+    prepare          bytes to tower input in one go
+    open, decode     first the layout, so that room can be made; then the pictures in parts, which a tower can work on
+                     while later ones are decoded
 
-A thread cannot be killed. A call that runs past its deadline is answered at once with MediaDecodeTimeout; its thread
-gives up at the next check (every decoded frame of video or sound), and until then counts as busy, so that a stuck
-decoder lowers the pool's capacity instead of piling up threads.
+Threads are the default: Pillow, simplejpeg, FFmpeg, libsndfile and torch release the interpreter while they work, so
+that two threads decode nearly twice as many pictures as one, and results need no copy. But a thread cannot be killed,
+and a crash takes the server with it. A call that runs past its deadline is answered at once with MediaDecodeTimeout;
+its thread gives up at the next check (every decoded frame of video or sound), and until then counts as busy, so that a
+stuck decoder lowers the pool's capacity instead of piling up threads: see `num_stuck`.
+
+Processes (`preprocess.isolation`) cost a few milliseconds per hundred megabytes to hand over, and in return a medium
+can harm nothing but itself.
+
+All videos of a process share one crew of threads, which join whoever decodes while they are free.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Final, Protocol, TypeVar
 
-from preprocess.config import ProcessorConfig
-from preprocess.errors import MediaDecodeTimeout
-from preprocess.pipeline import prepare
-from preprocess.types import MediaKey, MediaOptions, Modality, PreparedMedia
+from preprocess.config import DecodeSettings, ProcessorConfig
+from preprocess.crew import Crew
+from preprocess.errors import DecoderUnavailable, MediaTooLarge
+from preprocess.isolation.media import IsolatedMedia, Submit
+from preprocess.isolation.nursery import Nursery
+from preprocess.pipeline import LayoutChanged, OpenMedia, open_media
+from preprocess.types import (
+    MediaKey,
+    MediaLayout,
+    MediaOptions,
+    MediaPart,
+    MelFrames,
+    Modality,
+    Pixels,
+    PreparedMedia,
+)
+from preprocess.watch import Watch
+
+_T = TypeVar("_T")
+_POLL_S: Final = 0.1
+_WARM_UP_S: Final = 120.0
+
+Put = Callable[[MediaPart], Awaitable[None]]
+
+
+class MediaChanged(Exception):
+    """Damage made another choice of frames necessary. The medium's attributes describe the new one; parts handed over
+    so far are void. Decode again. Happens a few times at most."""
+
+
+class _Source(Protocol):
+    """An open medium, wherever it is. Blocking."""
+
+    key: MediaKey
+
+    @property
+    def layout(self) -> MediaLayout: ...
+    @property
+    def mel(self) -> MelFrames | None: ...
+    @property
+    def warnings(self) -> tuple[str, ...]: ...
+    def decode(self, submit: Submit, *, patches_per_part: int | None, raw: bool, watch: Watch) -> bool:
+        """False when the medium has changed and must be decoded again."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class PooledMedia:
+    """A medium that `DecodePool.open` has opened. Close it, also after failures: `with` does.
+
+    In processes mode it holds one of the pool's workers from `open` to `close`.
+    """
+
+    def __init__(self, source: _Source, watch: Watch) -> None:
+        self.source = source
+        self.watch = watch
+        self.busy = False
+        """A thread works on it, perhaps one that nobody waits for any more."""
+        self.closed = False
+        self._on_release: Callable[[], None] | None = None
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Reads the attributes anew. The pool's business."""
+        self.key = self.source.key
+        self.layout = self.source.layout
+        """How the rows are arranged. Final unless `decode` raises MediaChanged."""
+        self.mel = self.source.mel
+        """Input of the audio tower; None where there is no sound."""
+        self.warnings = self.source.warnings
+        """What was repaired or left out. Complete once `decode` has returned."""
+
+    def close(self) -> None:
+        """Lets go of decoder and worker. More than once does nothing more."""
+        if self.closed:
+            return
+        self.closed = True
+        # Sound may still be decoded beside, by the crew.
+        self.watch.abandon()
+        if not self.busy:
+            self.release()
+
+    def holding(self, release: Callable[[], None]) -> PooledMedia:
+        """Has `release` called when the medium is given up. The pool's business."""
+        self._on_release = release
+        return self
+
+    def release(self) -> None:
+        """Gives up what the medium holds, now that no thread works on it. The pool's business; others `close`."""
+        self.source.close()
+        if self._on_release is not None:
+            self._on_release()
+
+    def __enter__(self) -> PooledMedia:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 class DecodePool:
     """`num_threads` media are decoded at a time; more wait in arrival order. Close it with `close`."""
 
-    def __init__(self, num_threads: int, *, clock_s: Callable[[], float] = time.monotonic) -> None:
-        if num_threads < 1:
-            raise ValueError(f"num_threads is {num_threads}, allowed is 1 or more")
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="decode")
-        self._clock_s = clock_s
+    def __init__(
+        self, settings: DecodeSettings | None = None, *, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Raises DecoderUnavailable where the system cannot isolate processes."""
+        self.settings = settings or DecodeSettings()
         self.num_pending = 0
         """Calls waiting or running, for admission and metrics."""
+        self.num_stuck = 0
+        """Calls that were answered and whose thread still works: decoders that are slow to hear of their deadline."""
+        self._clock_s = clock_s
+        num_threads = self.settings.num_threads
+        # One more than media: it makes the workers.
+        self._threads = ThreadPoolExecutor(num_threads + 1, thread_name_prefix="decode")
+        self._places = asyncio.Semaphore(num_threads)
+        self._watches: set[Watch] = set()
+        self._nursery: Nursery | None = None
+        self._crew: Crew | None = None
+        if self.settings.isolation == "processes":
+            self._nursery = Nursery(self.settings)
+            self._nursery.start()
+            filling = Watch(_WARM_UP_S)
+            self._watches.add(filling)
+            self._filled: Future[None] = self._threads.submit(self._nursery.fill, filling)
+        else:
+            self._crew = Crew(self.settings.num_helpers)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """In processes mode, workers lost by reason and processes started: see `Nursery.counters`."""
+        return {} if self._nursery is None else self._nursery.counters
+
+    async def warm_up(self) -> None:
+        """Waits until the worker processes run. Not needed: media wait for them too. Raises DecoderUnavailable."""
+        if self._nursery is not None:
+            await asyncio.wrap_future(self._filled)
 
     async def prepare(
         self,
@@ -43,41 +179,314 @@ class DecodePool:
         key: MediaKey,
         timeout_s: float | None = None,
     ) -> PreparedMedia:
-        """`preprocess.pipeline.prepare` on a thread. The time limit includes waiting for a thread.
+        """`preprocess.pipeline.prepare` in the pool. The time limit includes waiting for a place in it.
 
-        Raises MediaDecodeTimeout, and what `prepare` raises.
+        Raises MediaError.
         """
-        check = _never if timeout_s is None else _Deadline(self._clock_s, timeout_s)
+        watch = self._watch(timeout_s)
 
         def call() -> PreparedMedia:
-            return prepare(content, modality=modality, options=options, config=config, key=key, check_deadline=check)
+            source = self._open(content, modality, options, config, key, watch, announce=False)
+            try:
+                return _collect(source, watch)
+            finally:
+                # A crew thread may still decode the sound of what failed.
+                watch.abandon()
+                source.close()
 
+        with self._counted():
+            await self._enter(watch)
+            return await self._run(call, watch, done=self._places.release)
+
+    async def open(
+        self,
+        content: bytes,
+        *,
+        modality: Modality,
+        options: MediaOptions,
+        config: ProcessorConfig,
+        key: MediaKey,
+        timeout_s: float | None = None,
+    ) -> PooledMedia:
+        """Everything about a medium but its pictures. The time limit includes waiting for a place in the pool.
+
+        Raises MediaError. Close what it returns.
+        """
+        watch = self._watch(timeout_s)
+        opened = False
+
+        def call() -> PooledMedia:
+            nonlocal opened
+            source = self._open(content, modality, options, config, key, watch, announce=True)
+            try:
+                with _memory_errors():
+                    medium = PooledMedia(source, watch)
+            except BaseException:
+                watch.abandon()
+                source.close()
+                raise
+            opened = True
+            return medium.holding(self._places.release) if self._nursery is not None else medium
+
+        def done() -> None:
+            # In a thread, an open medium holds memory but no thread: others may use its place until it is decoded.
+            if self._nursery is None or not opened:
+                self._places.release()
+
+        with self._counted():
+            await self._enter(watch)
+            return await self._run(call, watch, done=done, orphan=PooledMedia.close)
+
+    async def decode(
+        self,
+        medium: PooledMedia,
+        put: Put,
+        *,
+        patches_per_part: int | None = None,
+        raw: bool = False,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Decodes the pictures and awaits `put` on this loop once per part; returns when all parts were put.
+
+        While `put` waits, so does the decoder that made the part: only a few parts exist at a time. Parts, their sizes,
+        `raw` and the order are those of `OpenMedia.decode`; several may be under way at once, none begins after this
+        has ended. Sound has no parts. The time limit includes the waiting.
+
+        Raises MediaError, MediaChanged, and what `put` raises.
+        """
+        if medium.closed or medium.busy:
+            raise ValueError("the medium is closed, or being decoded already")
+        watch = medium.watch
+        outlet = _Outlet(put, asyncio.get_running_loop())
+
+        def call() -> bool:
+            return medium.source.decode(outlet.submit, patches_per_part=patches_per_part, raw=raw, watch=watch)
+
+        def done() -> None:
+            medium.busy = False
+            if self._nursery is None:
+                self._places.release()
+            if medium.closed:
+                medium.release()
+
+        with self._counted():
+            medium.busy = True
+            try:
+                watch.renew(self._limit_s(timeout_s))
+                if self._nursery is None:
+                    await self._enter(watch)
+            except BaseException:
+                medium.busy = False
+                raise
+            try:
+                unchanged = await self._run(call, watch, done=done)
+            finally:
+                await outlet.close()
+        medium.refresh()
+        if not unchanged:
+            raise MediaChanged
+
+    def close(self) -> None:
+        """Drops waiting calls; running ones end at their next check, isolated ones at once. Waits for them."""
+        for watch in list(self._watches):
+            watch.abandon()
+        if self._nursery is not None:
+            self._nursery.close()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        if self._crew is not None:
+            self._crew.close()
+
+    def _limit_s(self, timeout_s: float | None) -> float:
+        longest_s = self.settings.max_item_s
+        return longest_s if timeout_s is None else min(timeout_s, longest_s)
+
+    def _watch(self, timeout_s: float | None) -> Watch:
+        return Watch(self._limit_s(timeout_s), self._clock_s)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
         self.num_pending += 1
         try:
-            running = asyncio.get_running_loop().run_in_executor(self._threads, call)
-            return await asyncio.wait_for(running, timeout_s)
-        except TimeoutError as error:
-            raise MediaDecodeTimeout(f"decoding the {modality} took over {timeout_s:g} s") from error
+            yield
         finally:
             self.num_pending -= 1
 
+    async def _enter(self, watch: Watch) -> None:
+        """Waits for a place in the pool. Raises MediaDecodeTimeout."""
+        try:
+            async with asyncio.timeout(max(0.0, watch.remaining_s)):
+                await self._places.acquire()
+        except TimeoutError as error:
+            raise watch.timeout() from error
+
+    async def _run(
+        self,
+        call: Callable[[], _T],
+        watch: Watch,
+        *,
+        done: Callable[[], None],
+        orphan: Callable[[_T], None] = lambda _: None,
+    ) -> _T:
+        """The call's result from a thread, or MediaDecodeTimeout while the thread still works.
+
+        `done` is called once when the thread is free again, `orphan` with a result that nobody waits for any more.
+        """
+        running = asyncio.get_running_loop().run_in_executor(self._threads, call)
+        self._watches.add(watch)
+        left = False
+
+        def ended(future: asyncio.Future[_T]) -> None:
+            self._watches.discard(watch)
+            failed = future.cancelled() or future.exception() is not None
+            done()
+            if left:
+                self.num_stuck -= 1
+                if not failed:
+                    orphan(future.result())
+
+        running.add_done_callback(ended)
+        try:
+            await asyncio.wait({running}, timeout=max(0.0, watch.remaining_s))
+        except asyncio.CancelledError:
+            watch.abandon()
+            # Should it have ended in this very moment, `ended` is called after this.
+            left = True
+            self.num_stuck += 1
+            raise
+        if not running.done():
+            left = True
+            self.num_stuck += 1
+            raise watch.timeout()
+        return running.result()
+
+    def _open(
+        self,
+        content: bytes,
+        modality: Modality,
+        options: MediaOptions,
+        config: ProcessorConfig,
+        key: MediaKey,
+        watch: Watch,
+        *,
+        announce: bool,
+    ) -> _Source:
+        if self._nursery is not None:
+            return IsolatedMedia.open(
+                self._nursery,
+                content,
+                modality=modality,
+                options=options,
+                config=config,
+                key=key,
+                watch=watch,
+                announce=announce,
+            )
+        with _memory_errors():
+            return _LocalMedia(
+                open_media(
+                    content,
+                    modality=modality,
+                    options=options,
+                    config=config,
+                    key=key,
+                    crew=self._crew,
+                    check_deadline=watch.check,
+                )
+            )
+
+
+class _LocalMedia:
+    """A medium that is decoded by threads of this process."""
+
+    def __init__(self, opened: OpenMedia) -> None:
+        self._opened = opened
+        self.key = opened.key
+
+    @property
+    def layout(self) -> MediaLayout:
+        return self._opened.layout
+
+    @property
+    def mel(self) -> MelFrames | None:
+        return self._opened.mel
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return self._opened.warnings
+
+    def decode(self, submit: Submit, *, patches_per_part: int | None, raw: bool, watch: Watch) -> bool:
+        def put(part: MediaPart) -> None:
+            taken = submit(part)
+            while not concurrent.futures.wait([taken], timeout=_POLL_S).done:
+                watch.check()
+            taken.result()
+
+        with _memory_errors():
+            try:
+                self._opened.decode(put, patches_per_part=patches_per_part, raw=raw)
+            except LayoutChanged as change:
+                self._opened = change.opened
+                return False
+        return True
+
     def close(self) -> None:
-        """Drops waiting calls and waits for running ones."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        """Nothing to do: the memory goes with the object."""
 
 
-def _never() -> None:
-    pass
+class _Outlet:
+    """Carries parts from decoder threads to a coroutine function on the loop, until it is closed."""
+
+    def __init__(self, put: Put, loop: asyncio.AbstractEventLoop) -> None:
+        self._put = put
+        self._loop = loop
+        self._closed = False
+        self._puts: set[asyncio.Task[None]] = set()
+
+    def submit(self, part: MediaPart) -> Future[None]:
+        """From any thread."""
+        return asyncio.run_coroutine_threadsafe(self._deliver(part), self._loop)
+
+    async def _deliver(self, part: MediaPart) -> None:
+        if self._closed:
+            raise DecoderUnavailable("decoding was given up: nobody waits for it")
+        task = asyncio.current_task()
+        assert task is not None, "run as a task"
+        self._puts.add(task)
+        try:
+            await self._put(part)
+        finally:
+            self._puts.discard(task)
+
+    async def close(self) -> None:
+        """No `put` begins after this, and none is under way."""
+        self._closed = True
+        puts = list(self._puts)
+        for task in puts:
+            task.cancel()
+        await asyncio.gather(*puts, return_exceptions=True)
 
 
-class _Deadline:
-    """Raises once the clock has passed the moment given at birth."""
+def _collect(source: _Source, watch: Watch) -> PreparedMedia:
+    parts: list[MediaPart] = []
 
-    def __init__(self, clock_s: Callable[[], float], timeout_s: float) -> None:
-        self._clock_s = clock_s
-        self._stop_s = clock_s() + timeout_s
-        self._timeout_s = timeout_s
+    def submit(part: MediaPart) -> Future[None]:
+        parts.append(part)
+        taken: Future[None] = Future()
+        taken.set_result(None)
+        return taken
 
-    def __call__(self) -> None:
-        if self._clock_s() > self._stop_s:
-            raise MediaDecodeTimeout(f"decoding took over {self._timeout_s:g} s")
+    while not source.decode(submit, patches_per_part=None, raw=False, watch=watch):
+        parts.clear()
+    patches = parts[0].pictures if parts else None
+    assert not isinstance(patches, Pixels), "patches were asked for"
+    return PreparedMedia(
+        key=source.key, layout=source.layout, patches=patches, mel=source.mel, warnings=source.warnings
+    )
+
+
+@contextlib.contextmanager
+def _memory_errors() -> Iterator[None]:
+    try:
+        yield
+    except MemoryError as error:
+        raise MediaTooLarge("decoding needs more memory than there is") from error

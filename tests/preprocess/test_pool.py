@@ -8,7 +8,15 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from preprocess import MediaDecodeTimeout, MediaKey, MediaOptions, MediaUndecodable, Modality, ProcessorConfig
+from preprocess import (
+    DecodeSettings,
+    MediaDecodeTimeout,
+    MediaKey,
+    MediaOptions,
+    MediaUndecodable,
+    Modality,
+    ProcessorConfig,
+)
 from preprocess.pool import DecodePool
 from tests.fakes.clips import blocks, make_video, picture_file, sine
 
@@ -17,7 +25,7 @@ KEY = MediaKey("0" * 32)
 
 @pytest.fixture
 def pool() -> Iterator[DecodePool]:
-    pool = DecodePool(2)
+    pool = DecodePool(DecodeSettings(num_threads=2))
     yield pool
     pool.close()
 
@@ -51,7 +59,7 @@ async def test_the_deadline_answers_and_stops_the_thread(pool: DecodePool, tiny:
 
 
 async def test_threads_do_not_disturb_each_other(tiny: ProcessorConfig) -> None:
-    pool = DecodePool(4)
+    pool = DecodePool(DecodeSettings(num_threads=4))
     content = make_video(40, corner=True, sound=sine(4.0)[:, 0])
     calls = [
         pool.prepare(content, modality=Modality.VIDEO, options=MediaOptions(), config=tiny, key=KEY) for _ in range(8)
@@ -70,4 +78,4 @@ async def test_threads_do_not_disturb_each_other(tiny: ProcessorConfig) -> None:
 
 def test_thread_count_is_checked() -> None:
     with pytest.raises(ValueError, match="num_threads is 0"):
-        DecodePool(0)
+        DecodePool(DecodeSettings(num_threads=0))

@@ -1,0 +1,243 @@
+"""One medium that is open in a worker process: sends it work, receives its parts, watches over it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Final, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from preprocess import errors
+from preprocess.config import ProcessorConfig
+from preprocess.errors import DecoderCrashed, MediaError, MediaInvalid, MediaTooLarge
+from preprocess.isolation.nursery import Nursery, Worker, describe_exit
+from preprocess.isolation.shared_arrays import ArrayPlace, map_arrays, put_bytes
+from preprocess.isolation.wire import (
+    Broke,
+    Changed,
+    Decode,
+    Decoded,
+    Discard,
+    FromWorker,
+    Hangup,
+    Open,
+    Opened,
+    Part,
+    Ready,
+    Refused,
+)
+from preprocess.types import MediaKey, MediaLayout, MediaOptions, MediaPart, MelFrames, Modality, Patches, Pixels
+from preprocess.watch import Watch
+
+logger = logging.getLogger(__name__)
+
+_WATCH_PERIOD_S: Final = 0.02
+_GRACE_S: Final = 0.5
+"""A worker that checks its own deadline ends in order within this; then it is killed."""
+
+Submit = Callable[[MediaPart], "Future[None]"]
+
+
+class IsolatedMedia:
+    """A medium that is open in a worker; `layout`, `mel` and `warnings` as in `preprocess.pipeline.OpenMedia`."""
+
+    layout: MediaLayout
+    mel: MelFrames | None
+    warnings: tuple[str, ...]
+
+    def __init__(self, nursery: Nursery, worker: Worker, key: MediaKey) -> None:
+        self._nursery = nursery
+        self._worker: Worker | None = worker
+        self.key = key
+
+    @classmethod
+    def open(
+        cls,
+        nursery: Nursery,
+        content: bytes,
+        *,
+        modality: Modality,
+        options: MediaOptions,
+        config: ProcessorConfig,
+        key: MediaKey,
+        watch: Watch,
+        announce: bool = True,
+    ) -> IsolatedMedia:
+        """Without `announce`, the attributes are there only after `decode`. Raises MediaError."""
+        worker = nursery.take(watch)
+        medium = cls(nursery, worker, key)
+        try:
+            fd = put_bytes(content)
+            try:
+                order = Open(modality, options, config, key, remaining_s=watch.remaining_s, announce=announce)
+                worker.send(order, fd)
+            finally:
+                os.close(fd)
+            if announce:
+                message = medium._next(worker, watch)
+                if not isinstance(message, Opened):
+                    medium._nonsense(worker)
+                medium._set(worker, message)
+        except Hangup:
+            medium._report_death(worker)
+        except MediaError:
+            medium.close()
+            raise
+        return medium
+
+    def decode(self, submit: Submit, *, patches_per_part: int | None, raw: bool, watch: Watch) -> bool:
+        """Sends every part to `submit`; the worker's threads go on as the futures finish. Returns when all have.
+
+        False: the medium turned out to be another, described by the attributes now; decode again. Raises MediaError,
+        and what a future ended with.
+        """
+        worker = self._worker
+        assert worker is not None, "a closed medium is not decoded"
+        pending: list[Future[None]] = []
+        try:
+            worker.send(Decode(patches_per_part=patches_per_part, raw=raw, remaining_s=watch.remaining_s))
+            while True:
+                message = self._next(worker, watch, pending)
+                match message:
+                    case Part():
+                        future = submit(self._part(worker, message))
+                        pending.append(future)
+                        future.add_done_callback(partial(_acknowledge, worker, message.number))
+                    case Decoded():
+                        self.warnings = message.warnings
+                        return True
+                    case Changed():
+                        self._set(worker, message)
+                        return False
+                    case Opened():
+                        self._set(worker, message)
+                    case _:
+                        self._nonsense(worker)
+        except Hangup:
+            self._report_death(worker)
+
+    def close(self) -> None:
+        """Lets the worker go. A medium that is being decoded takes its worker with it."""
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        try:
+            worker.send(Discard())
+        except Hangup:
+            self._nursery.retire(worker)
+        else:
+            self._nursery.give_back(worker)
+
+    def _set(self, worker: Worker, opened: Opened) -> None:
+        self.layout = opened.layout
+        self.warnings = opened.warnings
+        self.mel = None
+        if opened.mel is not None:
+            (log_mel,) = self._arrays(worker, (opened.mel,))
+            self.mel = MelFrames(log_mel=log_mel, duration_s=opened.duration_s)
+
+    def _part(self, worker: Worker, part: Part) -> MediaPart:
+        arrays = self._arrays(worker, part.places)
+        if part.grid_thw is not None and len(arrays) == 1 and arrays[0].dtype == np.float32:
+            return MediaPart(part.first_pair, Patches(pixel_values=arrays[0], grid_thw=part.grid_thw))
+        if part.size is None or not all(0 <= index < len(arrays) for index in part.frames):
+            self._nonsense(worker)
+        height, width = part.size
+        frames = tuple(arrays[index] for index in part.frames)
+        return MediaPart(part.first_pair, Pixels(frames=frames, height=height, width=width))
+
+    def _arrays(self, worker: Worker, places: Sequence[ArrayPlace]) -> tuple[NDArray[Any], ...]:
+        fd = worker.take_fd()
+        try:
+            return map_arrays(fd, places)
+        except (ValueError, OSError):
+            logger.exception("what decode worker %d handed over does not fit its memory", worker.number)
+            self._nonsense(worker)
+        finally:
+            os.close(fd)
+
+    def _next(self, worker: Worker, watch: Watch, pending: list[Future[None]] | None = None) -> FromWorker:
+        """The worker's next message. Raises Hangup, MediaError, and what a pending future ended with."""
+        while True:
+            message = worker.receive(_WATCH_PERIOD_S)
+            for future in [future for future in pending or () if future.done()]:
+                assert pending is not None
+                pending.remove(future)
+                if future.cancelled() or future.exception() is not None:
+                    self._lose(worker, "abandoned")
+                    future.result()
+            match message:
+                case None:
+                    self._check(worker, watch)
+                case Refused():
+                    raise _error_of(message)
+                case Broke():
+                    self._report_fault(worker, message)
+                case Ready():
+                    self._nonsense(worker)
+                case _:
+                    return message
+
+    def _check(self, worker: Worker, watch: Watch) -> None:
+        """Kills a worker that is over its time or its memory, or whose work nobody waits for, and raises."""
+        if watch.abandoned:
+            self._lose(worker, "abandoned")
+            watch.check()
+        if watch.remaining_s < -_GRACE_S:
+            self._lose(worker, "timed_out")
+            raise watch.timeout()
+        if worker.private_bytes() - worker.first_rss_bytes > self._nursery.settings.max_worker_bytes:
+            self._lose(worker, "out_of_memory")
+            raise self._over_ceiling()
+
+    def _over_ceiling(self) -> MediaTooLarge:
+        ceiling = self._nursery.settings.max_worker_bytes
+        return MediaTooLarge(f"decoding needs more memory than one medium may take, {ceiling // 1024**2} MiB")
+
+    def _lose(self, worker: Worker, counter: str) -> None:
+        self._worker = None
+        self._nursery.count(counter)
+        worker.kill()
+        self._nursery.retire(worker)
+
+    def _report_fault(self, worker: Worker, broke: Broke) -> NoReturn:
+        if broke.out_of_memory:
+            self._lose(worker, "out_of_memory")
+            raise self._over_ceiling()
+        logger.error("decode worker %d failed:\n%s", worker.number, broke.reason)
+        self._lose(worker, "crashed")
+        raise DecoderCrashed("the decoder failed on this file", reason=broke.reason)
+
+    def _report_death(self, worker: Worker) -> NoReturn:
+        status = self._nursery.exit_status(worker)
+        reason = describe_exit(status)
+        logger.warning("decode worker %d died at work: %s", worker.number, reason)
+        if status == -signal.SIGKILL:
+            self._lose(worker, "out_of_memory")
+            raise MediaTooLarge("the decoder was killed while it worked on this file; most likely memory ran out")
+        self._lose(worker, "crashed")
+        raise DecoderCrashed("the decoder crashed on this file", reason=reason)
+
+    def _nonsense(self, worker: Worker) -> NoReturn:
+        self._lose(worker, "crashed")
+        raise DecoderCrashed("the decoder crashed on this file", reason="its worker sent nonsense")
+
+
+def _acknowledge(worker: Worker, number: int, done: Future[None]) -> None:
+    if not done.cancelled() and done.exception() is None:
+        worker.acknowledge(number)
+
+
+def _error_of(refused: Refused) -> MediaError:
+    kind = getattr(errors, refused.error, None)
+    if kind is MediaInvalid:
+        return MediaInvalid(refused.message, field=refused.field)
+    if isinstance(kind, type) and issubclass(kind, MediaError):
+        return kind(refused.message)
+    return DecoderCrashed("the decoder crashed on this file", reason=f"{refused.error}: {refused.message}")
