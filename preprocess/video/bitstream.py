@@ -38,7 +38,10 @@ class Facts:
     is_start: bool
     """Decoding can start here; see above. Only asked of packets that the container marks."""
     is_shown: bool = True
-    temporal_layer: int = 0
+    layer: int = 0
+    """HEVC's temporal layer."""
+    may_be_left_out: bool = False
+    """HEVC: no picture of the same layer refers to it. Pictures of higher layers may."""
 
 
 class BitstreamReader:
@@ -82,7 +85,9 @@ class BitstreamReader:
             kind = nal[0] >> 1 & 63
             is_base_layer = len(nal) > 1 and not nal[0] & 1 and nal[1] >> 3 == 0
             if kind < _HEVC_VCL_END and is_base_layer:
-                return Facts(kind in _HEVC_IRAP, temporal_layer=(nal[1] & 7) - 1)
+                # Below 16, the even kinds are those that their own layer does not refer to.
+                droppable = kind < _HEVC_IRAP.start and kind % 2 == 0
+                return Facts(kind in _HEVC_IRAP, layer=(nal[1] & 7) - 1, may_be_left_out=droppable)
         return Facts(is_start=False)
 
     def _nals(self, packet: Buffer) -> Iterator[Buffer]:

@@ -24,6 +24,7 @@ from preprocess.video.stream import check_frame_size, check_length, pick_video_s
 _CHECK_EVERY: Final = 1024
 # Containers that keep a table of packets with their times, by which one can seek. Landings are verified all the same.
 _SEEKABLE: Final = frozenset({"mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"})
+_NO_LAYER: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,8 @@ class _Rows:
     is_start: list[bool]
     is_shown: list[bool]
     has_discards: bool = False
-    has_layers: bool = False
+    highest_layer: int = 0
+    lowest_droppable_layer: int = _NO_LAYER
     has_damage: bool = False
 
 
@@ -105,7 +107,9 @@ def _read_rows(packets: PacketReader, bitstream: BitstreamReader, check_deadline
             facts = bitstream.facts(memoryview(packet))
             is_start = facts.is_start and packet.is_keyframe
             is_shown = facts.is_shown
-            rows.has_layers = rows.has_layers or facts.temporal_layer > 0
+            rows.highest_layer = max(rows.highest_layer, facts.layer)
+            if facts.may_be_left_out:
+                rows.lowest_droppable_layer = min(rows.lowest_droppable_layer, facts.layer)
         if packet.is_discard:
             is_shown, rows.has_discards = False, True
         rows.has_damage = rows.has_damage or packet.is_corrupt
@@ -141,8 +145,8 @@ def _index_of(rows: _Rows, packets: PacketReader, container: Any, stream: Any) -
         times_s=times_s,
         rate_fps=stream_rate_fps(container, stream, num_frames),
         scan_reason=_scan_reason(rows, container.format.name, codec),
-        # A picture that nothing in its own temporal layer refers to may still be needed by the layers above.
-        may_skip=codec in SKIPPING_CODECS and not rows.has_layers,
+        # A picture that its own temporal layer does not refer to may still be needed by the layers above.
+        may_skip=codec in SKIPPING_CODECS and rows.lowest_droppable_layer >= rows.highest_layer,
         warnings=warnings,
     )
 
