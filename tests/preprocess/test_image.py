@@ -152,7 +152,7 @@ def test_tiny_pictures(size: tuple[int, int]) -> None:
 def test_the_header_alone_decides_about_size() -> None:
     chunk = b"IHDR" + struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
     bomb = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
-    with pytest.raises(MediaTooLarge, match=r"more pixels than are decoded here \(PNG"):
+    with pytest.raises(MediaTooLarge, match="60000 x 60000"):
         decode_image(bomb + b"\0\0\0\0IDAT", LIMITS)
     with pytest.raises(MediaTooLarge, match="53 x 37"):
         decode_image(picture_file(PIXELS), DecodeLimits(max_image_pixels=1000))
@@ -178,7 +178,7 @@ def test_truncated_pictures_are_errors(kind: str, share: float) -> None:
         (b"%PDF-1.7 ...", MediaUnsupported, "PDF"),
         (b"%!PS-Adobe-3.0 EPSF-3.0", MediaUnsupported, "PostScript"),
         (b"\0\1\2\3" * 20, MediaUndecodable, "unknown data"),
-        (b"\x89PNG\r\n\x1a\n", MediaUndecodable, "damaged image"),
+        (b"\x89PNG\r\n\x1a\n", MediaUndecodable, "damaged"),
         (b"\xff\xd8\xff\xe0", MediaUndecodable, "damaged"),
     ],
 )
