@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import av
@@ -78,17 +78,22 @@ class PacketReader:
 class FrameReader:
     """Decoded frames of one stream, in display order, drained at the end of the file.
 
-    Packets that do not decode are skipped and counted in `num_bad_packets`.
+    Packets that do not decode are skipped and counted in `num_bad_packets`. `check_deadline` is called at every packet
+    and may raise.
     """
 
-    def __init__(self, container: InputContainer, stream: Any) -> None:
+    def __init__(
+        self, container: InputContainer, stream: Any, check_deadline: Callable[[], None] = lambda: None
+    ) -> None:
         self._packets = PacketReader(container, stream)
         self._stream = stream
+        self._check_deadline = check_deadline
         self.num_bad_packets = 0
 
     def __iter__(self) -> Iterator[Any]:
         drained = False
         for packet in self._packets:
+            self._check_deadline()
             drained = packet.size == 0
             yield from self._decode(packet)
         if not drained:

@@ -25,6 +25,8 @@ from preprocess.video.stream import check_frame_size, pick_video_stream, upright
 
 # What undelivered parts may hold, unless every worker's own part needs more.
 _OPEN_PARTS_BYTES: Final = 256 * 1024 * 1024
+# A file whose end decodes differently every time would be sampled without end.
+_MAX_CHANGES: Final = 2
 
 
 class VideoChanged(Exception):
@@ -46,6 +48,10 @@ class OpenVideo:
     backend: VideoBackend
     frame_size: tuple[int, int]
     """(height, width) of the first frame, upright."""
+    num_changes: int = 0
+    """How often the frames were chosen again."""
+    max_open_parts: int | None = None
+    """Parts begun and not taken at a time; None: as many as memory and threads suggest."""
     indices: NDArray[np.int64] = field(init=False)
     """Numbers of the chosen frames, in display order, without the repeated last one."""
     timestamps_s: NDArray[np.float32] = field(init=False)
@@ -88,7 +94,7 @@ class OpenVideo:
             put=put,
             patches_per_part=patches_per_part,
             raw=raw,
-            max_open_parts=self._max_open_parts(patches_per_part, raw, crew.num_threads + 1),
+            max_open_parts=self._parts_at_once(patches_per_part, raw, crew.num_threads + 1),
         )
         try:
             self._decode_into(parts, crew, check_deadline)
@@ -135,6 +141,7 @@ class OpenVideo:
             limits=self.limits,
             num_threads=num_threads,
             check_deadline=check_deadline,
+            fill_end=self.num_changes >= _MAX_CHANGES,
         )
         self.warnings += tuple(warning for warning in found if warning not in self.warnings)
 
@@ -144,9 +151,14 @@ class OpenVideo:
     def _cut_to(self, num_frames: int) -> OpenVideo:
         warning = f"{self.index.num_frames} frames were counted, {num_frames} decode; sampled over those"
         cut = self.index.cut_to(num_frames, warning)
-        return OpenVideo(self.content, cut, self.budget, self.limits, self.backend, self.frame_size)
+        return OpenVideo(
+            self.content, cut, self.budget, self.limits, self.backend, self.frame_size, self.num_changes + 1
+        )
 
-    def _max_open_parts(self, patches_per_part: int | None, raw: bool, num_workers: int) -> int:
+    def _parts_at_once(self, patches_per_part: int | None, raw: bool, num_workers: int) -> int:
+        """How many parts may be begun and not taken: few in bytes, but one for each worker to work at."""
+        if self.max_open_parts is not None:
+            return self.max_open_parts
         _, h, w = self.grid_thw
         pairs = 1 if patches_per_part is None else max(1, patches_per_part // (h * w))
         if raw:
@@ -175,7 +187,7 @@ def _first_frame(content: bytes, limits: DecodeLimits, check_deadline: Callable[
     with open_container(content, "a video") as container:
         stream = pick_video_stream(container, content)
         stream.codec_context.thread_count = 1
-        for frame in FrameReader(container, stream):
+        for frame in FrameReader(container, stream, check_deadline):
             check_deadline()
             check_frame_size(frame.width, frame.height, limits)
             return frame

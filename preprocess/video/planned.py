@@ -8,8 +8,8 @@ pictures out, and if that does not help, Unproven goes to the caller, who scans.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing
 from typing import Any, Final, Self
 
 import av.error
@@ -122,23 +122,28 @@ class _Decoder:
             raise Unproven(f"{len(missing)} frames did not come out of the decoder")
 
     def _attempt(self, run: Run, targets: Sequence[Target], emit: Emit, *, skip: bool) -> list[Target]:
-        """Decodes a run once and returns the targets that did not come out."""
-        waiting = {int(self._index.pts[target.packet]): target for target in targets}
-        is_target = {target.packet for target in targets}
-        latest = -1
-        for frame in self._frames(run, is_target, skip):
-            self._check_deadline()
-            target = waiting.pop(frame.pts, None)
-            if target is None:
-                continue
-            if frame.is_corrupt or target.place < latest:
-                raise Unproven("a frame came out damaged or out of order")
-            latest = target.place
-            check_frame_size(frame.width, frame.height, self._limits)
-            emit(target.place, upright_rgb(frame))
-        return list(waiting.values())
+        """Decodes a run until a target fails to come out; returns the targets that are left then."""
+        pts = [int(self._index.pts[target.packet]) for target in targets]
+        later = set(pts)
+        num_found = 0
+        with closing(self._frames(run, {target.packet for target in targets}, skip)) as frames:
+            for frame in frames:
+                self._check_deadline()
+                # Others may be made from it. Pictures that lead the start may be incomplete, and are not this run's.
+                if frame.is_corrupt and frame.pts is not None and frame.pts >= self._index.pts[run.start]:
+                    raise Unproven("a frame came out damaged")
+                if frame.pts not in later:
+                    continue
+                if frame.pts != pts[num_found]:
+                    # Going on would be wrong: emitting may wait for the frame that was passed over.
+                    break
+                later.discard(frame.pts)
+                check_frame_size(frame.width, frame.height, self._limits)
+                emit(targets[num_found].place, upright_rgb(frame))
+                num_found += 1
+        return list(targets[num_found:])
 
-    def _frames(self, run: Run, targets: set[int], skip: bool) -> Iterator[Any]:
+    def _frames(self, run: Run, targets: set[int], skip: bool) -> Generator[Any, None, None]:
         """All frames that the run's packets give, with the decoder as new before and after."""
         try:
             for number, packet in self._run_packets(run):

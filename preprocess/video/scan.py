@@ -38,28 +38,37 @@ def scan(
     limits: DecodeLimits,
     num_threads: int,
     check_deadline: Callable[[], None],
+    fill_end: bool = False,
 ) -> tuple[str, ...]:
     """Emits the frames `wanted`, (place, frame number) pairs with both ascending, and returns warnings.
 
     A frame that does not decode although a later one does is replaced by the last one before it that did (at the
-    start: by the first after it). Raises FewerFrames when none decodes from a wanted one on.
+    start: by the first after it); with `fill_end` also where no later one does. Raises FewerFrames otherwise.
     """
-    with open_container(content, "a video") as container:
-        stream = pick_video_stream(container, content)
-        read_only(container, stream)
-        if num_threads > 1:
-            stream.thread_type = "AUTO"
-        stream.codec_context.thread_count = min(num_threads, MAX_CODEC_THREADS)
-        reader = FrameReader(container, stream)
-        numbered = _numbered(reader, index, check_deadline)
-        num_replaced = _emit_wanted(numbered, wanted, emit, limits)
-        warnings = reader.warnings
-    if num_replaced:
-        warnings = (*warnings, f"{num_replaced} chosen frames do not decode; their neighbours stand in for them")
-    return warnings
+    delivery = _Delivery(wanted, emit, limits)
+    for threads in sorted({min(num_threads, MAX_CODEC_THREADS), 1}, reverse=True):
+        with open_container(content, "a video") as container:
+            stream = pick_video_stream(container, content)
+            read_only(container, stream)
+            if threads > 1:
+                stream.thread_type = "AUTO"
+            stream.codec_context.thread_count = threads
+            reader = FrameReader(container, stream, check_deadline)
+            try:
+                delivery.run(_numbered(reader, index, check_deadline, may_be_bad=threads == 1), fill_end)
+            except _ThreadsLoseFrames:
+                continue
+            return reader.warnings + delivery.warnings
+    raise AssertionError("one thread loses no frames")
 
 
-def _numbered(reader: FrameReader, index: VideoIndex, check_deadline: Callable[[], None]) -> Iterator[tuple[int, Any]]:
+class _ThreadsLoseFrames(Exception):
+    """A packet does not decode. With frame threads, good frames of other packets may be lost with it."""
+
+
+def _numbered(
+    reader: FrameReader, index: VideoIndex, check_deadline: Callable[[], None], *, may_be_bad: bool
+) -> Iterator[tuple[int, Any]]:
     """Frames with their numbers, ascending: by pts where packets have them, else counted."""
     number_of: dict[int, int] = {}
     if index.times_s is not None:
@@ -67,34 +76,60 @@ def _numbered(reader: FrameReader, index: VideoIndex, check_deadline: Callable[[
     highest = -1
     for frame in reader:
         check_deadline()
+        if reader.num_bad_packets and not may_be_bad:
+            raise _ThreadsLoseFrames
         # Some decoders lose the pts on the way; such a frame follows the one before it.
         number = number_of.get(frame.pts, highest + 1)
         if number > highest:
             highest = number
             yield number, frame
+    if reader.num_bad_packets and not may_be_bad:
+        raise _ThreadsLoseFrames
 
 
-def _emit_wanted(
-    numbered: Iterator[tuple[int, Any]], wanted: Sequence[tuple[int, int]], emit: Emit, limits: DecodeLimits
-) -> int:
-    """Returns how many of the wanted frames were replaced by a neighbour."""
-    num_emitted = num_replaced = num_decoded = 0
-    previous: Any = None
+class _Delivery:
+    """Matches numbered frames with those wanted, and counts what is not as it should be."""
 
-    def deliver(frame: Any) -> None:
-        nonlocal num_emitted
-        check_frame_size(frame.width, frame.height, limits)
-        emit(wanted[num_emitted][0], upright_rgb(frame))
-        num_emitted += 1
+    def __init__(self, wanted: Sequence[tuple[int, int]], emit: Emit, limits: DecodeLimits) -> None:
+        self._wanted = wanted
+        self._emit = emit
+        self._limits = limits
+        self._num_emitted = 0
+        self._num_replaced = 0
+        self._num_damaged = 0
 
-    for number, frame in numbered:
-        num_decoded = number + 1
-        while num_emitted < len(wanted) and wanted[num_emitted][1] < number:
-            deliver(frame if previous is None else previous)
-            num_replaced += 1
-        if num_emitted < len(wanted) and wanted[num_emitted][1] == number:
-            deliver(frame)
-        if num_emitted == len(wanted):
-            return num_replaced
-        previous = frame
-    raise FewerFrames(num_decoded)
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        found = []
+        if self._num_replaced:
+            found.append(f"{self._num_replaced} chosen frames do not decode; their neighbours stand in for them")
+        if self._num_damaged:
+            found.append(f"{self._num_damaged} chosen frames are damaged in part")
+        return tuple(found)
+
+    def run(self, numbered: Iterator[tuple[int, Any]], fill_end: bool) -> None:
+        """Raises FewerFrames."""
+        wanted = self._wanted
+        num_decoded = 0
+        previous: Any = None
+        for number, frame in numbered:
+            num_decoded = number + 1
+            while self._num_emitted < len(wanted) and wanted[self._num_emitted][1] < number:
+                self._deliver(frame if previous is None else previous)
+                self._num_replaced += 1
+            if self._num_emitted < len(wanted) and wanted[self._num_emitted][1] == number:
+                self._deliver(frame)
+                self._num_damaged += frame.is_corrupt
+            if self._num_emitted == len(wanted):
+                return
+            previous = frame
+        if previous is None or not fill_end:
+            raise FewerFrames(num_decoded)
+        while self._num_emitted < len(wanted):
+            self._deliver(previous)
+            self._num_replaced += 1
+
+    def _deliver(self, frame: Any) -> None:
+        check_frame_size(frame.width, frame.height, self._limits)
+        self._emit(self._wanted[self._num_emitted][0], upright_rgb(frame))
+        self._num_emitted += 1

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from preprocess import DecodeLimits
 from preprocess.crew import NO_CREW, Crew, Teamwork
 from preprocess.video.index import VideoIndex, read_index
-from preprocess.video.plan import plan
-from preprocess.video.planned import decode_planned
+from preprocess.video.plan import NotPlannable, Task, plan
+from preprocess.video.planned import Unproven, decode_planned
 from tests.oracles.video_scan import all_frames
 
 LIMITS = DecodeLimits()
@@ -73,7 +73,8 @@ def encode(clip: Clip) -> bytes:
         stream.pix_fmt = "yuvj420p" if clip.codec == "mjpeg" else "yuv420p"
         stream.codec_context.gop_size = clip.gop
         stream.codec_context.max_b_frames = clip.num_b_frames if clip.codec in ("libx264", "mpeg4") else 0
-        stream.codec_context.bit_rate = 400_000
+        if clip.codec != "libsvtav1":
+            stream.codec_context.bit_rate = 400_000
         for number in range(clip.num_frames):
             left = (5 * number) % 120
             pixels = world[number % 40 : number % 40 + 48, left : left + 64].copy()
@@ -98,13 +99,6 @@ def planned(content: bytes, index: VideoIndex, numbers: list[int], crew: Crew) -
         check_deadline=go_on,
     )
     return [found[place] for place in range(len(numbers))]
-
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    crew = Crew(2)
-    yield crew
-    crew.close()
 
 
 def compare(clip: Clip, numbers: list[int], crew: Crew) -> None:
@@ -147,3 +141,132 @@ def test_planned_frames_are_the_scan_s(clip: Clip, data: st.DataObject) -> None:
         compare(clip, numbers, crew)
     finally:
         crew.close()
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: f"{codec[0]}-{len(codec[1])}")
+def test_starts_are_found(codec: tuple[str, tuple[tuple[str, str], ...]]) -> None:
+    container = "matroska" if codec[0] == "libvpx" else "mp4"
+    index = read_index(encode(Clip(codec[0], container, 40, 10, 2, options=codec[1])), LIMITS, go_on)
+    assert index.scan_reason is None
+    assert 4 <= sum(index.is_start) <= (40 if codec[0] == "mjpeg" else 5)
+    # Layers refer to each other's pictures in ways that their headers do not tell.
+    assert index.may_skip == (codec[0] in ("libx264", "libx265") and codec[1] != LAYERED_HEVC)
+
+
+def test_leading_pictures_belong_to_the_run_before() -> None:
+    index = read_index(encode(Clip("libx265", options=OPEN_HEVC, gop=20, num_frames=60)), LIMITS, go_on)
+    (start,) = (int(packet) for packet in np.flatnonzero(index.is_start)[1:2])
+    number = int(np.searchsorted(index.shown, -1)) + int(np.flatnonzero(index.shown == start)[0])
+    ((run,),) = plan(index, [(0, number - 1)], num_workers=1)
+    assert run.start == 0
+    assert run.last > start
+
+
+@st.composite
+def indices(draw: st.DrawFn) -> VideoIndex:
+    """Files of groups such as I0 P4 B2 B1 B3: the last picture of a group comes first, the others in any order."""
+    order: list[int] = []
+    starts: list[bool] = []
+    while len(order) < draw(st.integers(1, 60)):
+        first, size = len(order), draw(st.integers(1, 5))
+        group = list(range(first, first + size))
+        order.append(group.pop())
+        starts.append(first == 0 or draw(st.booleans()))
+        order.extend(draw(st.permutations(group)))
+        starts.extend([False] * len(group))
+    # The file begins with a start, in both orders.
+    order[order.index(0)], order[0] = order[0], 0
+    pts = np.array(order, dtype=np.int64) * 3
+    return VideoIndex(
+        pts=pts,
+        dts=np.arange(len(order), dtype=np.int64),
+        size_bytes=np.ones(len(order), dtype=np.int64),
+        is_start=np.array(starts, dtype=np.bool_),
+        shown=np.argsort(pts),
+        times_s=np.sort(pts).astype(np.float64),
+        rate_fps=1.0,
+        scan_reason=None,
+        may_skip=False,
+    )
+
+
+def own_start(index: VideoIndex, packet: int) -> int:
+    """The last start that comes before the packet in the file and not after it on the screen."""
+    return max(start for start in range(packet + 1) if index.is_start[start] and index.pts[start] <= index.pts[packet])
+
+
+@settings(max_examples=200, deadline=None)
+@given(index=indices(), data=st.data(), num_workers=st.integers(1, 4))
+def test_a_plan_holds_what_is_needed_and_no_more(index: VideoIndex, data: st.DataObject, num_workers: int) -> None:
+    numbers = data.draw(st.lists(st.integers(0, index.num_frames - 1), min_size=1, unique=True).map(sorted))
+    tasks = plan(index, list(enumerate(numbers)), num_workers=num_workers)
+    runs = [run for task in tasks for run in task]
+    # Every frame wanted is in one run, and all are in display order.
+    found = [(target.place, target.packet) for run in runs for target in run.targets]
+    assert found == [(place, index.shown[number]) for place, number in enumerate(numbers)]
+    needed = {
+        packet
+        for number in numbers
+        for packet in range(own_start(index, int(index.shown[number])), index.shown[number] + 1)
+    }
+    assert {packet for run in runs for packet in range(run.start, run.last + 1)} == needed
+    for run in runs:
+        assert index.is_start[run.start]
+        assert run.last == max(target.packet for target in run.targets)
+        assert all(run.start <= own_start(index, target.packet) for target in run.targets)
+    for task in tasks:
+        # What one decoder does next to each other is done once.
+        assert all(later.start > earlier.last + 1 for earlier, later in itertools.pairwise(task))
+    assert_balanced(tasks, num_workers)
+
+
+def assert_balanced(tasks: list[Task], num_workers: int) -> None:
+    """No task is so long that the other workers wait for it, unless a single run is."""
+    total = sum(run.num_packets for task in tasks for run in task)
+    for task in tasks:
+        if sum(run.num_packets for run in task) > max(24, total / (8 * num_workers) + 24):
+            assert len(task) == 1
+
+
+def test_frames_before_the_first_start_are_not_planned() -> None:
+    index = read_index(encode(Clip()), LIMITS, go_on)
+    late = replace(index, is_start=index.is_start & (np.arange(40) > 0))
+    with pytest.raises(NotPlannable):
+        plan(late, [(0, 0)], num_workers=1)
+
+
+@pytest.mark.parametrize("field", ["size_bytes", "pts"])
+def test_a_landing_elsewhere_is_noticed(field: str) -> None:
+    content = encode(Clip(gop=10))
+    index = read_index(content, LIMITS, go_on)
+    values = getattr(index, field).copy()
+    values[20] += 1
+    wrong = replace(index, **{field: values})
+    with pytest.raises(Unproven):
+        planned(content, wrong, [22], NO_CREW)
+    assert len(planned(content, wrong, [5], NO_CREW)) == 1
+
+
+def test_damage_on_the_way_is_noticed() -> None:
+    content = bytearray(encode(Clip(gop=10)))
+    index = read_index(bytes(content), LIMITS, go_on)
+    with av.open(io.BytesIO(bytes(content)), mode="r") as container:
+        packet = [packet for packet in container.demux(video=0) if packet.size][10]
+    assert packet.pos is not None
+    content[packet.pos + 8 : packet.pos + packet.size] = b"\xa5" * (packet.size - 8)
+    with pytest.raises(Unproven):
+        planned(bytes(content), index, [12], NO_CREW)
+    assert len(planned(bytes(content), index, [25], NO_CREW)) == 1
+
+
+@pytest.mark.parametrize(
+    ("clip", "reason"),
+    [
+        (Clip(container="mpegts"), "no exact seeking"),
+        (Clip("libx264", "avi"), "no exact seeking"),
+        (Clip("libsvtav1", "mp4", 10, options=(("preset", "10"), ("svtav1-params", "lp=1"))), "not proven"),
+    ],
+)
+def test_what_cannot_be_planned(clip: Clip, reason: str) -> None:
+    index = read_index(encode(clip), LIMITS, go_on)
+    assert reason in (index.scan_reason or "")
