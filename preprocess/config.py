@@ -87,6 +87,8 @@ class DecodeSettings:
     """Media after which a worker is replaced by a fresh one."""
     max_worker_growth_bytes: int = 256 * 1024**2
     """A worker that holds this much more than at its start after an item is replaced."""
+    max_worker_spare_bytes: int = 256 * 1024**2
+    """Shared memory that a worker keeps for its next results; making it anew costs more time than filling it."""
 
     def __post_init__(self) -> None:
         if self.isolation not in ("threads", "processes"):
@@ -101,6 +103,8 @@ class DecodeSettings:
         for name in ("max_worker_bytes", "max_worker_growth_bytes"):
             if getattr(self, name) < 64 * 1024**2:
                 raise ValueError(f"{name} is {getattr(self, name)}, allowed is 64 MiB or more")
+        if self.max_worker_spare_bytes < 0:
+            raise ValueError(f"max_worker_spare_bytes is {self.max_worker_spare_bytes}, allowed is 0 or more")
 
     @property
     def num_helpers(self) -> int:

@@ -39,7 +39,7 @@ from PIL import Image
 from preprocess.config import DecodeSettings
 from preprocess.crew import Crew
 from preprocess.errors import MediaError, MediaInvalid
-from preprocess.isolation.shared_arrays import put_arrays, read_bytes
+from preprocess.isolation.shared_arrays import Handover, Writer, read_bytes
 from preprocess.isolation.wire import (
     Born,
     Broke,
@@ -50,6 +50,7 @@ from preprocess.isolation.wire import (
     Discard,
     Fork,
     FromWorker,
+    GiveBack,
     Gone,
     Hangup,
     Open,
@@ -208,6 +209,7 @@ class _Worker:
         self._watch = Watch(settings.max_item_s)
         self._crew = Crew(settings.num_helpers)
         self._announced = False
+        self._writer = Writer(max_bytes=settings.max_worker_bytes)
         self._first_rss_bytes = _private_bytes("RssAnon:")
 
     def run(self) -> NoReturn:
@@ -232,6 +234,8 @@ class _Worker:
                 match message:
                     case Taken():
                         self._untaken.pop(message.number).set()
+                    case GiveBack():
+                        self._writer.recycle(message.kept, message.dropped)
                     case Open():
                         self._commands.put((message, self._channel.take_fd()))
                     case _:
@@ -275,10 +279,10 @@ class _Worker:
         with_sound: Callable[..., Opened] = kind
         self._send_arrays(
             [medium.mel.log_mel],
-            lambda places: with_sound(
+            lambda handover: with_sound(
                 layout=medium.layout,
                 warnings=medium.warnings,
-                mel=places[0],
+                mel=handover,
                 duration_s=medium.mel.duration_s if medium.mel is not None else 0.0,
             ),
         )
@@ -311,7 +315,7 @@ class _Worker:
             grid_thw = pictures.grid_thw
             self._send_arrays(
                 [pictures.pixel_values],
-                lambda places: Part(number=number, first_pair=part.first_pair, places=places, grid_thw=grid_thw),
+                lambda handover: Part(number=number, first_pair=part.first_pair, pictures=handover, grid_thw=grid_thw),
             )
         else:
             unique = {id(frame): frame for frame in pictures.frames}
@@ -320,17 +324,20 @@ class _Worker:
             size = (pictures.height, pictures.width)
             self._send_arrays(
                 list(unique.values()),
-                lambda places: Part(number=number, first_pair=part.first_pair, places=places, size=size, frames=frames),
+                lambda handover: Part(
+                    number=number, first_pair=part.first_pair, pictures=handover, size=size, frames=frames
+                ),
             )
         while not taken.wait(timeout=1.0):
             self._watch.check()
 
-    def _send_arrays(self, arrays: list[Any], message: Callable[[Any], FromWorker]) -> None:
-        fd, places = put_arrays(arrays, max_bytes=self._settings.max_worker_bytes)
+    def _send_arrays(self, arrays: list[Any], message: Callable[[Handover], FromWorker]) -> None:
+        handover, fd = self._writer.put(arrays)
         try:
-            self._channel.send(message(places), fd)
+            self._channel.send(message(handover), fd)
         finally:
-            os.close(fd)
+            if fd is not None:
+                os.close(fd)
 
     def _rest(self) -> None:
         """Between two media: memory that is only kept for later goes back before it is measured."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final, NoReturn
@@ -17,7 +17,7 @@ from preprocess import errors
 from preprocess.config import ProcessorConfig
 from preprocess.errors import DecoderCrashed, MediaError, MediaInvalid, MediaTooLarge
 from preprocess.isolation.nursery import Nursery, Worker, describe_exit
-from preprocess.isolation.shared_arrays import ArrayPlace, map_arrays, put_bytes
+from preprocess.isolation.shared_arrays import Handover, put_bytes
 from preprocess.isolation.wire import (
     Broke,
     Changed,
@@ -139,11 +139,11 @@ class IsolatedMedia:
         self.warnings = opened.warnings
         self.mel = None
         if opened.mel is not None:
-            (log_mel,) = self._arrays(worker, (opened.mel,))
+            (log_mel,) = self._arrays(worker, opened.mel)
             self.mel = MelFrames(log_mel=log_mel, duration_s=opened.duration_s)
 
     def _part(self, worker: Worker, part: Part) -> MediaPart:
-        arrays = self._arrays(worker, part.places)
+        arrays = self._arrays(worker, part.pictures)
         if part.grid_thw is not None and len(arrays) == 1 and arrays[0].dtype == np.float32:
             return MediaPart(part.first_pair, Patches(pixel_values=arrays[0], grid_thw=part.grid_thw))
         if part.size is None or not all(0 <= index < len(arrays) for index in part.frames):
@@ -152,15 +152,12 @@ class IsolatedMedia:
         frames = tuple(arrays[index] for index in part.frames)
         return MediaPart(part.first_pair, Pixels(frames=frames, height=height, width=width))
 
-    def _arrays(self, worker: Worker, places: Sequence[ArrayPlace]) -> tuple[NDArray[Any], ...]:
-        fd = worker.take_fd()
+    def _arrays(self, worker: Worker, handover: Handover) -> tuple[NDArray[Any], ...]:
         try:
-            return map_arrays(fd, places)
+            return worker.take_arrays(handover)
         except (ValueError, OSError):
             logger.exception("what decode worker %d handed over does not fit its memory", worker.number)
             self._nonsense(worker)
-        finally:
-            os.close(fd)
 
     def _next(self, worker: Worker, watch: Watch, pending: list[Future[None]] | None = None) -> FromWorker:
         """The worker's next message. Raises Hangup, MediaError, and what a pending future ended with."""

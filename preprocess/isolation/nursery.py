@@ -19,18 +19,21 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
+from numpy.typing import NDArray
 
 from preprocess.config import DecodeSettings
 from preprocess.errors import DecoderUnavailable, MediaError
+from preprocess.isolation.shared_arrays import Handover, Reader
 from preprocess.isolation.wire import (
     Born,
     Channel,
     Fork,
     FromNursery,
     FromWorker,
+    GiveBack,
     Gone,
     Hangup,
     Ready,
@@ -56,7 +59,9 @@ _ONE_THREAD: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREAD
 class Worker:
     """One worker process. Used by one thread at a time, but for `acknowledge` and `kill`."""
 
-    def __init__(self, number: int, channel: Channel[FromWorker], pidfd: int, pid: int) -> None:
+    def __init__(
+        self, number: int, channel: Channel[FromWorker], pidfd: int, pid: int, *, max_spare_bytes: int
+    ) -> None:
         self.number = number
         self.pid = pid
         self.num_items = 0
@@ -64,6 +69,7 @@ class Worker:
         self.rss_bytes = 0
         self.ready = False
         self._channel = channel
+        self._reader = Reader(max_spare_bytes=max_spare_bytes)
         self._pidfd = pidfd
         self._poller = select.poll()
         self._poller.register(channel.fileno(), select.POLLIN)
@@ -72,6 +78,9 @@ class Worker:
 
     def send(self, message: msgspec.Struct, fd: int | None = None) -> None:
         """Raises Hangup."""
+        kept, dropped = self._reader.given_back()
+        if kept or dropped:
+            self._channel.send(GiveBack(kept=kept, dropped=dropped))
         self._channel.send(message, fd)
 
     def receive(self, timeout_s: float) -> FromWorker | None:
@@ -84,9 +93,15 @@ class Worker:
             message = self._channel.receive()
         return message
 
-    def take_fd(self) -> int:
-        """The descriptor of the message just received; the caller closes it. Raises Hangup."""
-        return self._channel.take_fd()
+    def take_arrays(self, handover: Handover) -> tuple[NDArray[Any], ...]:
+        """What came with the message just received. Raises Hangup, or ValueError when it cannot be."""
+        if not handover.fresh:
+            return self._reader.take(handover, None)
+        fd = self._channel.take_fd()
+        try:
+            return self._reader.take(handover, fd)
+        finally:
+            os.close(fd)
 
     def private_bytes(self) -> int:
         """Memory held for itself, now; 0 once the process is gone."""
@@ -307,7 +322,13 @@ class Nursery:
             theirs.close()
         self._exits[number] = None
         self.count("forked")
-        return Worker(number, Channel(ours, FromWorker), pidfd, born.pid)
+        return Worker(
+            number,
+            Channel(ours, FromWorker),
+            pidfd,
+            born.pid,
+            max_spare_bytes=self.settings.max_worker_spare_bytes,
+        )
 
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -2,7 +2,7 @@
 
     pool -> nursery    Fork (+ the new worker's socket)
     nursery -> pool    Born (+ a pidfd), Gone
-    pool -> worker     Open (+ the content), Decode, Taken, Discard
+    pool -> worker     Open (+ the content), Decode, Taken, GiveBack, Discard
     worker -> pool     Ready, Opened (+ sound), Part (+ pictures), Decoded, Changed (+ sound), Refused, Broke
 
 Large things travel in shared memory (`preprocess.isolation.shared_arrays`), nothing is pickled, and what a worker sends
@@ -21,7 +21,7 @@ from typing import Final, Generic, TypeVar
 import msgspec
 
 from preprocess.config import ProcessorConfig
-from preprocess.isolation.shared_arrays import ArrayPlace
+from preprocess.isolation.shared_arrays import Handover
 from preprocess.types import MediaKey, MediaLayout, MediaOptions, Modality
 
 _MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
@@ -77,6 +77,13 @@ class Taken(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
+class GiveBack(msgspec.Struct, tag=True, frozen=True):
+    """Buffers that the pool has done with: for use again, or to be freed."""
+
+    kept: tuple[int, ...]
+    dropped: tuple[int, ...]
+
+
 class Discard(msgspec.Struct, tag=True, frozen=True):
     """Forget the open medium."""
 
@@ -92,7 +99,7 @@ class Opened(msgspec.Struct, tag=True, frozen=True):
 
     layout: MediaLayout
     warnings: tuple[str, ...]
-    mel: ArrayPlace | None = None
+    mel: Handover | None = None
     duration_s: float = 0.0
 
 
@@ -105,11 +112,11 @@ class Part(msgspec.Struct, tag=True, frozen=True):
 
     number: int
     first_pair: int
-    places: tuple[ArrayPlace, ...]
+    pictures: Handover
     grid_thw: tuple[int, int, int] | None = None
     size: tuple[int, int] | None = None
     frames: tuple[int, ...] = ()
-    """Raw frames as indices into `places`: one picture may stand for several frames."""
+    """Raw frames as indices into `pictures`: one picture may stand for several frames."""
 
 
 class Decoded(msgspec.Struct, tag=True, frozen=True):
@@ -134,7 +141,7 @@ class Broke(msgspec.Struct, tag=True, frozen=True):
 
 ToNursery = Fork
 FromNursery = Warm | Born | Gone
-ToWorker = Open | Decode | Taken | Discard
+ToWorker = Open | Decode | Taken | GiveBack | Discard
 FromWorker = Ready | Opened | Changed | Part | Decoded | Refused | Broke
 
 
