@@ -67,7 +67,8 @@ class DamagedClip:
     """Numbers of the frames that may be missing, or look like anything."""
     num_readable: int
     """Different numbers that must be found at least."""
-    warning: str
+    warning: str | None
+    """A pattern that a warning must match; None: nothing tells that the file is damaged."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from tests.fakes.media.images import (
     ycck_jpeg,
 )
 
-_HEIF: Final = importlib.util.find_spec("pillow_heif") is not None
+HAS_HEIF: Final = importlib.util.find_spec("pillow_heif") is not None
 _H, _W = 96, 160
 
 
@@ -349,15 +349,15 @@ def _containers() -> Iterator[Case]:
     for compression in ("tiff_lzw", "tiff_adobe_deflate", "packbits", "jpeg"):
         tolerance = 12 if compression == "jpeg" else 1
         yield _image(f"{compression}.tif", partial(saved, rgb, "TIFF", compression=compression), _whole(tolerance))
-    if _HEIF:
+    if HAS_HEIF:
         for orientation in (1, 3, 5, 6, 7, 8):
-            yield _image(f"turned-{orientation}.heic", partial(_heic, orientation), _whole(12))
+            yield _image(f"turned-{orientation}.heic", partial(heic, orientation), _whole(12))
     else:
         head = struct.pack(">I4s4sI4s", 24, b"ftyp", b"heic", 0, b"mif1")
         yield _refused("no-codec.heic", lambda: head + bytes(300), MediaUnsupported, "HEIC")
 
 
-def _heic(orientation: int) -> bytes:
+def heic(orientation: int) -> bytes:
     import pillow_heif
 
     # Written without registering anything with Pillow: that is the decoder's business.

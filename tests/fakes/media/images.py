@@ -274,8 +274,10 @@ def huge_header(kind: str, width: int, height: int) -> bytes:
             return b"P6 %d %d 255\n" % (width, height) + bytes(600)
         case "JPEG2000":
             small = saved(np.zeros((16, 16, 3), np.uint8), "JPEG2000", no_jp2=True)
+            # One tile as large as the picture.
             at = small.index(b"\xff\x51") + 6
-            return small[:at] + struct.pack(">II", width, height) + small[at + 8 :]
+            size = struct.pack(">II", width, height)
+            return small[:at] + size + bytes(8) + size + small[at + 24 :]
         case "ICO":
             inner = huge_header("PNG", width, height)
             return struct.pack("<HHHBBBBHHII", 0, 1, 1, 0, 0, 0, 0, 1, 32, len(inner), 22) + inner

@@ -9,13 +9,16 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from preprocess.types import Modality
+from tests.fakes.media.barcode import barcode_picture
 from tests.fakes.media.case import Cartoon, Case, Clip, Expectation, Mark, Tone
 from tests.fakes.media.images import BLUE, GREEN, RED, WHITE, YELLOW, apng, gif, quarters, saved, webp_animation
 from tests.fakes.media.videos import (
     Track,
     clip,
+    clip_of_pictures,
     copied_from,
     index_first,
     with_cover_stream,
@@ -89,6 +92,10 @@ def _codecs() -> Iterator[Case]:
     jpeg = {"codec": "mjpeg", "pixel_format": "yuvj420p"}
     yield _video("mjpeg.avi", partial(clip, range(30), container="avi", **jpeg), _plain(30))
     yield _video("mjpeg.mov", partial(clip, range(30), container="mov", **jpeg), _plain(30))
+    # As cameras write them: every frame a whole file, with the camera's notes in it.
+    for codec, kind in (("mjpeg", "JPEG"), ("png", "PNG")):
+        make = partial(_camera_frames, codec, kind)
+        yield _video(f"camera-notes-{kind.lower()}.mov", make, _plain(12))
     yield _video("png.mov", partial(clip, range(12), container="mov", codec="png", pixel_format="rgb24"), _plain(12))
     yield _video("raw.avi", partial(clip, range(12), container="avi", codec="rawvideo"), _plain(12))
     prores = {"codec": "prores_ks", "pixel_format": "yuv422p10le"}
@@ -99,6 +106,13 @@ def _codecs() -> Iterator[Case]:
     yield _video("mpeg2.mpg", partial(mpeg2, container="mpeg"), broadcast)
     interlaced = {"codec_options": {"flags": "+ildct+ilme"}}
     yield _video("interlaced.ts", partial(mpeg2, container="mpegts", **interlaced), broadcast)
+
+
+def _camera_frames(codec: str, kind: str) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010F] = 1, "a camera"
+    pictures = [saved(barcode_picture(number), kind, exif=exif) for number in range(12)]
+    return clip_of_pictures(pictures, "mov", codec)
 
 
 def _pictures() -> Iterator[Case]:
@@ -280,7 +294,7 @@ def _cuts() -> Iterator[Case]:
         yield _video(f"edit-list.{extension}", make, _plain(43, **evenly(43, first=17)))
     # Matroska has no such list: everything from the key frame on is shown.
     make = partial(_copied, "matroska", options={"avoid_negative_ts": "disabled"})
-    yield _video("cut.mkv", make, _plain(48, **evenly(48, first=12)))
+    yield _video("copied.mkv", make, _plain(48, **evenly(48, first=12)))
 
 
 def _copied(container: str, **changes: Any) -> bytes:
@@ -348,7 +362,7 @@ def _animations() -> Iterator[Case]:
         (0, 0, 0, 1, clear),
     ]
     yield _video("disposal.apng.png", partial(apng, (width, height), places, hidden=False), expect)
-    yield _video("hidden-default.apng.png", partial(apng, (width, height), places, hidden=True), expect)
+    yield _video("hidden-default-as-video.apng.png", partial(apng, (width, height), places, hidden=True), expect)
     still = expect.frames[0]
     webp = Cartoon(
         width, height, (still, ((*left, GREEN), (*right, RED)), ((*left, WHITE), (*right, BLUE))), (0.0, 0.1, 0.2)
