@@ -4,6 +4,7 @@ import sys
 
 import typer
 
+from cli.bench import bench
 from cli.chat import chat
 from cli.encode import encode
 from cli.eval import evaluate
@@ -25,6 +26,7 @@ app.command()(encode)
 app.command()(chat)
 app.command("eval")(evaluate)
 app.command()(inspect)
+app.add_typer(bench)
 
 
 def main() -> None:

@@ -1,0 +1,182 @@
+"""`mimo bench`: what this machine does, against the plain way and against the limit, measured in the same run."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import TimeRemainingColumn as TimeLeft
+
+from cli.bench_case import BenchFailed, Case, Result, Setting, run_case
+from cli.bench_machine import Busyness, describe_machine, num_cores
+from cli.bench_report import show, show_cases, write_json, write_plot
+from cli.load import ConfigError
+from cli.models import cache_dir
+from preprocess.errors import MediaError
+
+console = Console(stderr=True, highlight=False)
+
+bench = typer.Typer(
+    name="bench",
+    help="""Measure this machine: ours, the plain way and the limit, in turns within one run.
+
+    Figures of different days or machines do not compare, ratios within a run do. Let nothing else run meanwhile: what
+    others took of the CPU is measured and told.
+
+    Example: mimo bench media --quick
+    """,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+_RUNS = 3
+_PLOT_NEEDS = "matplotlib"
+
+Only = Annotated[
+    list[str] | None, typer.Option(help="Run this case; may be given several times. A wrong name lists them.")
+]
+Runs = Annotated[int, typer.Option(min=1, help="Rounds per case; results are medians.")]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Tiny inputs, seconds in all: shows that it works, not how fast it is.")
+]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="For ours and for the others.", show_default="the cores there are")
+]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Also write everything found to this file.")
+]
+PlotFile = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE.png", help="Also draw the ratios; needs matplotlib.")
+]
+ListCases = Annotated[bool, typer.Option("--list", help="Only tell the cases and what stands against what.")]
+
+
+@bench.callback()
+def group() -> None:
+    """One subcommand per part of the pipeline."""
+
+
+@bench.command()
+def media(
+    only: Only = None,
+    runs: Runs = _RUNS,
+    quick: Quick = False,
+    threads: Threads = None,
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
+    list_cases: ListCases = False,
+) -> None:
+    """Pictures, video and sound: fetched, decoded, cut into patches.
+
+    Per case three contenders take turns: ours, the plain way (one item after another with the usual libraries) and the
+    limit (the part that nobody can leave out, done alone). "ratio" is the median over rounds of plain way / ours, and
+    "of limit" that of limit / ours: 1 is at the limit, and a planner that skips what no sample needs can pass it.
+    MiMo-V2.5's settings decide how many frames and pixels there are. The video inputs take minutes to make the first
+    time, and are kept in $MIMO_CACHE_DIR or ~/.cache/mimo-epd.
+
+    Example: mimo bench media --json media.json --plot media.png
+
+    Example: mimo bench media --only media.urls100_200ms --runs 5
+    """
+    from cli.bench_media import CASES, PACKAGES
+
+    if list_cases:
+        show_cases(Console(highlight=False), CASES)
+        return
+    chosen = chosen_cases(CASES, only or [], "media")
+    _check_targets(json_file, plot)
+    setting = Setting(cache_dir=cache_dir(os.environ) / "bench", num_threads=threads or num_cores(), quick=quick)
+    machine = describe_machine(PACKAGES, num_threads=setting.num_threads, quick=quick)
+    busyness = Busyness()
+    results, fault = _run_all(chosen, setting, runs)
+    machine["others_cpu_share"] = busyness.others_share()
+    title = f"mimo bench media, {setting.num_threads} threads on {machine['cpu']}{', quick' if quick else ''}"
+    _report(title, machine, results, json_file, plot)
+    if fault is not None:
+        console.print(f"mimo bench: {fault}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(1)
+
+
+def chosen_cases(cases: Sequence[Case], named: Sequence[str], group_name: str) -> list[Case]:
+    """The cases of these names, with or without the group's name in front; all when none is named.
+
+    Raises ConfigError listing the names.
+    """
+    by_name = {case.name: case for case in cases}
+    wanted = [name if name in by_name else f"{group_name}.{name}" for name in named]
+    for name, full in zip(named, wanted, strict=True):
+        if full not in by_name:
+            raise ConfigError(f"--only names {name!r}; allowed: {', '.join(by_name)}")
+    return [case for case in cases if not wanted or case.name in wanted]
+
+
+def _check_targets(json_file: Path | None, plot: Path | None) -> None:
+    """Before minutes are spent measuring. Raises ConfigError."""
+    for flag, path in (("--json", json_file), ("--plot", plot)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"{flag} {path}: no such directory {path.parent}")
+        if path is not None and path.is_dir():
+            raise ConfigError(f"{flag} {path} is a directory")
+    if plot is not None and plot.suffix.lower() != ".png":
+        raise ConfigError(f"--plot {plot}: allowed is a name that ends in .png")
+    if plot is not None and find_spec(_PLOT_NEEDS) is None:
+        raise ConfigError("--plot needs matplotlib: pip install 'mimo-epd[bench]'")
+
+
+def _run_all(cases: Sequence[Case], setting: Setting, runs: int) -> tuple[list[Result], str | None]:
+    """Results of all cases, or of those before the first fault and the fault in words."""
+    results: list[Result] = []
+    with _bars() as bars:
+        for case in cases:
+            try:
+                results.append(run_case(case, setting, runs=runs, bars=bars))
+            except (BenchFailed, MediaError, OSError) as error:
+                return results, f"{case.name}: {error}"
+            except KeyboardInterrupt:
+                return results, "interrupted; this is what was done so far"
+    return results, None
+
+
+def _report(
+    title: str, machine: dict[str, object], results: Sequence[Result], json_file: Path | None, plot: Path | None
+) -> None:
+    if not results:
+        return
+    show(Console(highlight=False), results)
+    try:
+        if json_file is not None:
+            write_json(json_file, machine, results)
+        if plot is not None:
+            write_plot(plot, title, results)
+    except OSError as error:
+        console.print(f"mimo bench: cannot write {error.filename}: {error.strerror}", style="red", markup=False)
+        raise typer.Exit(1) from error
+
+
+class _Steps:
+    """One bar at a time, for the step that is under way."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task: TaskID | None = None
+
+    def begin(self, what: str, total: int) -> None:
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+        self._task = self._progress.add_task(what, total=total)
+
+    def advance(self, amount: int = 1) -> None:
+        if self._task is not None:
+            self._progress.advance(self._task, amount)
+
+
+@contextmanager
+def _bars() -> Iterator[_Steps]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeLeft())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield _Steps(progress)

@@ -1,0 +1,111 @@
+"""What a bench found, as a table, as JSON and as a picture."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cli.bench_case import Case, Result
+
+# Above this share of the machine in other hands, figures are not worth keeping.
+_BUSY_SHARE = 0.1
+
+
+def as_json(machine: dict[str, Any], results: Sequence[Result]) -> dict[str, Any]:
+    return {"machine": machine, "results": [result.as_json() for result in results]}
+
+
+def write_json(path: Path, machine: dict[str, Any], results: Sequence[Result]) -> None:
+    """Raises OSError."""
+    path.write_text(json.dumps(as_json(machine, results), indent=2) + "\n")
+
+
+def show(console: Console, results: Sequence[Result]) -> None:
+    """The table, the inputs, and a warning for each case that did not have the machine for itself."""
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("case", no_wrap=True)
+    # Seven columns have to fit 80 characters.
+    for heading in ("ours", "plain way", "ratio", "limit", "of limit", "runs"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for result in results:
+        table.add_row(*_row(result))
+    console.print(table)
+    for result in results:
+        console.print(Text(f"{result.case.name}: {result.detail}"), soft_wrap=True)
+        console.print(Text(f"  plain way: {result.case.baseline}; limit: {result.case.limit}"), soft_wrap=True)
+    for result in results:
+        if result.others_share is not None and result.others_share > _BUSY_SHARE:
+            share = f"{result.others_share:.0%}"
+            words = f"{result.case.name}: others took {share} of the machine meanwhile; run it again when it is quiet"
+            console.print(Text(words, style="yellow"), soft_wrap=True)
+
+
+def show_cases(console: Console, cases: Sequence[Case]) -> None:
+    """Names, and what stands against what."""
+    for case in cases:
+        console.print(Text(case.name, style="bold"), soft_wrap=True)
+        console.print(Text(f"  ours: {case.ours}\n  plain way: {case.baseline}\n  limit: {case.limit}"), soft_wrap=True)
+
+
+def _row(result: Result) -> list[str]:
+    unit = result.case.unit
+    return [
+        result.case.name.partition(".")[2],
+        _figure(result.ours, unit),
+        _figure(result.baseline, unit),
+        "-" if result.ratio is None else f"{result.ratio:.2f}x",
+        _figure(result.limit, unit),
+        "-" if result.of_limit is None else f"{result.of_limit:.2f}",
+        str(len(result.samples["ours"])),
+    ]
+
+
+def _figure(value: float | None, unit: str) -> str:
+    if value is None:
+        return "-"
+    if unit == "s" and value < 1:
+        value, unit = value * 1000, "ms"
+    return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
+
+
+def write_plot(path: Path, title: str, results: Sequence[Result]) -> None:
+    """One row per case: ours and the limit as multiples of the plain way. A PNG. Raises OSError.
+
+    Needs matplotlib. Cases without a plain way are left out.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = [result for result in reversed(results) if result.ratio is not None]
+    # Without pyplot: no display, no global state.
+    figure = Figure(figsize=(9, 1.6 + 0.6 * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    ratios = [result.ratio or 1.0 for result in rows]
+    # From the plain way to the right is better, to the left worse, and equal factors are equally long.
+    axes.set_xscale("log")
+    axes.barh(range(len(rows)), [ratio - 1 for ratio in ratios], left=1, height=0.55, color="#2f6fb5", label="ours")
+    reaches = []
+    for at, result in enumerate(rows):
+        if result.baseline is not None and result.limit is not None:
+            reaches.append(result.baseline / result.limit)
+            axes.plot([reaches[-1]] * 2, [at - 0.38, at + 0.38], color="#c2452d", linewidth=2.5)
+        words = f"{ratios[at]:.2f}x  ({_figure(result.ours, result.case.unit)})"
+        place = (max(ratios[at], 1.0), at)
+        axes.annotate(words, place, xytext=(6, 0), textcoords="offset points", va="center", fontsize=9)
+    axes.plot([], [], color="#c2452d", linewidth=2.5, label="limit")
+    axes.axvline(1.0, color="#777777", linewidth=1, linestyle="--", label="plain way")
+    axes.set_yticks(range(len(rows)), [result.case.name for result in rows])
+    # Room for the words beside the longest bar.
+    axes.set_xlim(min([1.0, *ratios, *reaches]) / 1.2, max([1.0, *ratios, *reaches]) * 3)
+    axes.xaxis.set_major_formatter("{x:g}x")
+    axes.set_xlabel("times better than the plain way (median of runs)")
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower right", fontsize=8, frameon=False)
+    figure.savefig(path, format="png", dpi=140)

@@ -1,0 +1,258 @@
+"""`mimo bench`: what is measured is told rightly, and what is asked for wrongly is refused before minutes are spent."""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from rich.console import Console
+from typer.testing import CliRunner
+
+from cli import bench_media
+from cli.app import app
+from cli.bench import chosen_cases
+from cli.bench_case import Bars, BenchFailed, Case, Contender, Contest, Result, Setting, run_case
+from cli.bench_machine import Busyness, describe_machine, ffmpeg_version
+from cli.bench_report import as_json, show, show_cases, write_plot
+from cli.load import ConfigError
+
+FIELDS = {"name", "ours", "baseline", "unit", "ratio", "limit", "of_limit", "runs"}
+
+
+class Steps:
+    """Progress, remembered."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[str, int]] = []
+        self.num_done = 0
+
+    def begin(self, what: str, total: int) -> None:
+        self.steps.append((what, total))
+
+    def advance(self, amount: int = 1) -> None:
+        self.num_done += amount
+
+
+def setting(cache_dir: Path) -> Setting:
+    return Setting(cache_dir=cache_dir, num_threads=1, quick=True)
+
+
+def figures(*values: float, log: list[str] | None = None, who: str = "") -> Contender:
+    left = list(values)
+
+    def run() -> float:
+        if log is not None:
+            log.append(who)
+        return left.pop(0)
+
+    return run
+
+
+def case(contest: Contest, name: str = "media.some", **fields: Any) -> Case:
+    @contextmanager
+    def opened(_: Setting, bars: Bars) -> Iterator[Contest]:
+        bars.begin("making", 1)
+        yield contest
+
+    words = {"ours": "our way", "baseline": "their way", "limit": "the bottom"}
+    return Case(name=name, unit="s", open=opened, **(words | fields))
+
+
+def test_ratios_are_taken_within_a_round(tmp_path: Path) -> None:
+    """The machine was twice as slow in the second round: ratios do not notice."""
+    contest = Contest(
+        detail="three rounds",
+        ours=figures(1.0, 2.0, 1.0),
+        baseline=figures(3.0, 6.0, 3.5),
+        limit=figures(0.5, 1.0, 0.8),
+    )
+    steps = Steps()
+    found = run_case(case(contest), setting(tmp_path), runs=3, bars=steps).as_json()
+    assert set(found) >= FIELDS
+    assert (found["ours"], found["baseline"], found["limit"]) == (1.0, 3.5, 0.8)
+    assert (found["ratio"], found["of_limit"], found["runs"]) == (3.0, 0.5, 3)
+    assert found["samples"]["baseline"] == [3.0, 6.0, 3.5]
+    assert steps.steps == [("making", 1), ("media.some: running", 9)]
+    assert steps.num_done == 9
+
+
+def test_contenders_take_turns(tmp_path: Path) -> None:
+    log: list[str] = []
+    contest = Contest(
+        detail="",
+        ours=figures(1, 1, 1, log=log, who="ours"),
+        baseline=figures(1, 1, 1, log=log, who="plain"),
+        limit=figures(1, 1, 1, log=log, who="limit"),
+    )
+    run_case(case(contest), setting(tmp_path), runs=3, bars=Steps())
+    assert log == ["ours", "plain", "limit", "plain", "limit", "ours", "limit", "ours", "plain"]
+
+
+def test_fixed_and_absent_contenders(tmp_path: Path) -> None:
+    bound = Contest(detail="", ours=figures(512.0, 500.0), baseline=1024.0)
+    found = run_case(case(bound), setting(tmp_path), runs=2, bars=Steps()).as_json()
+    assert found["ratio"] == pytest.approx(2.024)
+    assert (found["limit"], found["of_limit"]) == (None, None)
+    once = run_case(case(Contest(detail="", ours=figures(2.0)), max_runs=1), setting(tmp_path), runs=9, bars=Steps())
+    assert (once.as_json()["runs"], once.ratio, once.baseline) == (1, None, None)
+
+
+def result(name: str = "media.some", *, ours: float = 0.5, unit: Any = "s", others: float | None = 0.0) -> Result:
+    made = Case(name=name, unit=unit, ours="a", baseline="b", limit="c", open=case(Contest(detail="", ours=float)).open)
+    samples = {"ours": [ours], "baseline": [2.0], "limit": [0.25]}
+    return Result(case=made, detail="an input", samples=samples, others_share=others)
+
+
+def test_the_table_fits_80_columns_and_tells_of_noise() -> None:
+    console = Console(width=80, record=True, highlight=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    show(console, [result("media.video_gop250_1fps_decode"), result("media.noisy", ours=123.0, unit="MB", others=0.4)])
+    console.file.close()
+    text = console.export_text()
+    assert max(map(len, text.splitlines()[:6])) <= 80
+    assert re.search(r"video_gop250_1fps_decode +500 ms +2 s +4.00x +250 ms +0.50 +1\b", text)
+    assert "123 MB" in text
+    assert "media.noisy: others took 40% of the machine" in text
+    assert "…" not in text
+    assert "media.video_gop250_1fps_decode: others" not in text
+
+
+def test_json_is_the_contract() -> None:
+    machine = describe_machine(["numpy", "no-such-package"], num_threads=2, quick=True)
+    found = json.loads(json.dumps(as_json(machine, [result()])))
+    assert set(found) == {"machine", "results"}
+    assert set(found["results"][0]) >= FIELDS
+    assert found["machine"]["cores"] >= 1
+    assert found["machine"]["versions"]["numpy"]
+    assert found["machine"]["versions"]["no-such-package"] is None
+    assert found["machine"]["versions"]["ffmpeg"] == ffmpeg_version()
+    assert found["machine"]["quick"] is True
+
+
+def test_the_plot_is_a_picture(tmp_path: Path) -> None:
+    target = tmp_path / "plot.png"
+    slower = result("media.slower", ours=4.0)
+    write_plot(target, "title", [result(), slower, result("media.urls", ours=0.01)])
+    with Image.open(target) as image:
+        image.load()
+        assert image.format == "PNG"
+        assert image.width > 800
+        # Something is drawn in the colours of a bar and of a limit.
+        colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 24) or []}
+    assert {(0x2F, 0x6F, 0xB5), (0xC2, 0x45, 0x2D)} <= colours
+
+
+def test_busyness_counts_others_and_not_ourselves() -> None:
+    busyness = Busyness()
+    sum(index * index for index in range(3_000_000))
+    share = busyness.others_share()
+    assert share is None or 0.0 <= share <= 1.0
+
+
+def run(*arguments: str, cache: Path) -> Any:
+    return CliRunner(env={"MIMO_CACHE_DIR": str(cache)}).invoke(app, ["bench", "media", *arguments])
+
+
+def test_real_cases_on_tiny_inputs(tmp_path: Path) -> None:
+    names = ["media.urls100_200ms", "media.jpeg12mp_batch64", "media.video_gop25_1fps"]
+    only = [word for name in names for word in ("--only", name.partition(".")[2])]
+    json_file, plot = tmp_path / "found.json", tmp_path / "found.png"
+    done = run(
+        *("--quick", "--runs", "1", "--threads", "1", *only, "--json", str(json_file), "--plot", str(plot)),
+        cache=tmp_path / "cache",
+    )
+    assert done.exit_code == 0, done.output
+    found = json.loads(json_file.read_text())
+    assert {each["name"] for each in found["results"]} == set(names)
+    for each in found["results"]:
+        assert set(each) >= FIELDS
+        assert each["ours"] > 0
+        assert each["baseline"] > 0
+        assert each["ratio"] == pytest.approx(each["baseline"] / each["ours"], rel=1e-3)
+        assert each["runs"] == 1
+    urls = next(each for each in found["results"] if each["name"] == names[0])
+    # Ten answers of 20 ms one after another, against all at once.
+    assert urls["baseline"] >= 0.2
+    assert urls["ours"] >= 0.02
+    assert urls["limit"] == 0.02
+    assert found["machine"]["threads"] == 1
+    with Image.open(plot) as image:
+        assert image.format == "PNG"
+    left = [path.name for path in (tmp_path / "cache" / "bench").iterdir()]
+    assert len(left) >= 5
+    assert not [name for name in left if "partial" in name]
+
+
+def test_list_tells_every_case(tmp_path: Path) -> None:
+    done = run("--list", cache=tmp_path)
+    assert done.exit_code == 0
+    for each in bench_media.CASES:
+        assert each.name in done.stdout
+        assert each.baseline in done.stdout
+    show_cases(Console(quiet=True), bench_media.CASES)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--only", "nonsense"], "--only names 'nonsense'; allowed: media.video_gop250_1fps, "),
+        (["--json", "/no/such/place/x.json"], "no such directory /no/such/place"),
+        (["--plot", "x.jpg"], "ends in .png"),
+        (["--plot", "/no/such/place/x.png"], "no such directory"),
+        (["--json", "/tmp"], "is a directory"),
+    ],
+)
+def test_wrong_settings(tmp_path: Path, arguments: list[str], words: str) -> None:
+    done = run(*arguments, cache=tmp_path)
+    assert isinstance(done.exception, ConfigError), "main turns it into exit code 2"
+    assert words in str(done.exception)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cli.bench.find_spec", lambda name: None)
+    done = run("--plot", str(tmp_path / "x.png"), cache=tmp_path)
+    assert "pip install 'mimo-epd[bench]'" in str(done.exception)
+
+
+@pytest.mark.parametrize("arguments", [["--runs", "0"], ["--runs", "x"], ["--threads", "0"], ["--nonsense"]])
+def test_wrong_flags_exit_2(tmp_path: Path, arguments: list[str]) -> None:
+    assert run(*arguments, cache=tmp_path).exit_code == 2
+
+
+def test_help_names_everything() -> None:
+    group = CliRunner().invoke(app, ["bench", "--help"])
+    media = CliRunner().invoke(app, ["bench", "media", "--help"])
+    assert group.exit_code == media.exit_code == 0
+    assert "media" in group.stdout
+    assert "Example: mimo bench media --quick" in group.stdout
+    for flag in ("--only", "--runs", "--quick", "--threads", "--json", "--plot", "--list"):
+        assert flag in media.stdout
+    assert CliRunner().invoke(app, ["bench"]).exit_code == 2
+
+
+def test_a_fault_keeps_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> float:
+        raise BenchFailed("it broke")
+
+    good = case(Contest(detail="", ours=figures(1.0), baseline=2.0), "media.good")
+    bad = case(Contest(detail="", ours=broken), "media.bad")
+    monkeypatch.setattr(bench_media, "CASES", (good, bad))
+    json_file = tmp_path / "found.json"
+    done = run("--runs", "1", "--json", str(json_file), cache=tmp_path)
+    assert done.exit_code == 1
+    assert "media.bad: it broke" in done.stderr
+    assert [each["name"] for each in json.loads(json_file.read_text())["results"]] == ["media.good"]
+
+
+def test_names_are_what_others_compare_by() -> None:
+    assert [each.name for each in bench_media.CASES] == [
+        *("media.video_gop250_1fps", "media.video_gop250_1fps_decode", "media.video_gop25_1fps"),
+        *("media.video_1h_memory", "media.jpeg12mp_batch64", "media.png4mp_batch16", "media.webp4mp_batch16"),
+        *("media.urls100_200ms", "media.audio_10min", "media.audio_10min_m4a"),
+    ]
+    assert chosen_cases(bench_media.CASES, ["urls100_200ms"], "media")[0].name == "media.urls100_200ms"
