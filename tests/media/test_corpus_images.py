@@ -14,9 +14,10 @@ from preprocess.pipeline import prepare
 from preprocess.types import Modality
 from tests.fakes.media.case import Case, Mark, Picture, Refusal
 from tests.fakes.media.image_cases import image_cases
+from tests.fakes.media.image_fault_cases import image_fault_cases
 from tests.oracles.unpatchify import unpatchify
 
-CASES = image_cases()
+CASES = image_cases() + image_fault_cases()
 # Pillow's remarks on odd files; a service only logs them.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Corrupt EXIF data:UserWarning"),

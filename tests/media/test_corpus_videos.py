@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from preprocess import MediaKey, MediaOptions, ProcessorConfig
+from preprocess.crew import Crew
 from preprocess.pipeline import LayoutChanged, open_media, prepare
-from preprocess.types import MediaPart, MelFrames, Pixels, PreparedMedia
+from preprocess.types import MediaPart, MelFrames, Modality, Pixels, PreparedMedia
+from tests.fakes.media.animation_cases import animation_cases
 from tests.fakes.media.barcode import MARKS, BarcodeUnreadable, read_barcode, read_marks
 from tests.fakes.media.case import Cartoon, Case, Clip, DamagedClip, Mark, Refusal, Tone
 from tests.fakes.media.video_cases import video_cases
 from tests.fakes.media.video_fault_cases import video_fault_cases
+from tests.oracles import processor_oracle
 from tests.oracles.unpatchify import unpatchify
 
-CASES = video_cases() + video_fault_cases()
+CASES = video_cases() + animation_cases() + video_fault_cases()
 KEY = MediaKey("0" * 32)
 
 
@@ -26,9 +29,14 @@ def cases_of(kind: type) -> list[Case]:
     return [case for case in CASES if isinstance(case.expect, kind)]
 
 
+def options_of(case: Case) -> MediaOptions:
+    if case.modality != Modality.VIDEO:
+        return MediaOptions()
+    return MediaOptions(num_frames=case.num_frames) if case.fps is None else MediaOptions(fps=case.fps)
+
+
 def prepared(case: Case, content: bytes, config: ProcessorConfig) -> PreparedMedia:
-    options = MediaOptions(num_frames=case.num_frames) if case.modality == "video" else MediaOptions()
-    return prepare(content, modality=case.modality, options=options, config=config, key=KEY)
+    return prepare(content, modality=case.modality, options=options_of(case), config=config, key=KEY)
 
 
 def pictures_of(media: PreparedMedia) -> NDArray[np.float64]:
@@ -38,10 +46,16 @@ def pictures_of(media: PreparedMedia) -> NDArray[np.float64]:
     return unpatchify(media.patches.pixel_values, media.patches.grid_thw)
 
 
-def raw_frames(case: Case, content: bytes, config: ProcessorConfig) -> list[NDArray[np.uint8]]:
-    """Decoded and upright, not resized; in parts of one pair."""
-    options = MediaOptions(num_frames=case.num_frames)
-    opened = open_media(content, modality=case.modality, options=options, config=config, key=KEY)
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    helpers = Crew(2)
+    yield helpers
+    helpers.close()
+
+
+def raw_frames(case: Case, content: bytes, config: ProcessorConfig, crew: Crew) -> list[NDArray[np.uint8]]:
+    """Decoded and upright, not resized; in parts of one pair, by three threads."""
+    opened = open_media(content, modality=case.modality, options=options_of(case), config=config, key=KEY, crew=crew)
     while True:
         parts: list[MediaPart] = []
         try:
@@ -101,7 +115,7 @@ def check_marks(picture: NDArray[np.generic], marks: tuple[Mark, ...], tolerance
 
 
 @pytest.mark.parametrize("case", cases_of(Clip), ids=lambda case: case.name)
-def test_clips(case: Case, file_of: Callable[[Case], bytes], config: ProcessorConfig) -> None:
+def test_clips(case: Case, file_of: Callable[[Case], bytes], config: ProcessorConfig, crew: Crew) -> None:
     expect, content = case.expect, file_of(case)
     assert isinstance(expect, Clip)
     media = prepared(case, content, config)
@@ -117,15 +131,19 @@ def test_clips(case: Case, file_of: Callable[[Case], bytes], config: ProcessorCo
         assert media.layout.num_audio_rows == 0
     else:
         check_tone(media.mel, expect.tone)
-        assert len(media.layout.audio_slices) == len(expect.numbers[::2])
+        assert media.mel is not None
+        times_s = [np.float32(time_s) for time_s in expect.times_s]
+        shares = processor_oracle.audio_shares(times_s, media.mel.num_tokens)
+        assert list(media.layout.audio_slices) == shares
+        assert media.layout.num_audio_rows == sum(length for _, length in shares)
 
-    frames = raw_frames(case, content, config)
+    frames = raw_frames(case, content, config, crew)
     assert frames[0].shape == (expect.height, expect.width, 3)
     assert [number_or_none(frame) for frame in frames] == even(expect.numbers)
 
 
 @pytest.mark.parametrize("case", cases_of(DamagedClip), ids=lambda case: case.name)
-def test_damaged_clips(case: Case, file_of: Callable[[Case], bytes], config: ProcessorConfig) -> None:
+def test_damaged_clips(case: Case, file_of: Callable[[Case], bytes], config: ProcessorConfig, crew: Crew) -> None:
     expect, content = case.expect, file_of(case)
     assert isinstance(expect, DamagedClip)
     media = prepared(case, content, config)
@@ -135,22 +153,22 @@ def test_damaged_clips(case: Case, file_of: Callable[[Case], bytes], config: Pro
     assert len({number for number in numbers if number is not None}) >= expect.num_readable, numbers
     # Times are known of the first of each pair. A frame that had to be replaced shows an earlier one.
     for number, time_s in zip(numbers[::2], media.layout.timestamps_s, strict=True):
-        if round(time_s * expect.rate_fps) not in expect.lost:
+        if expect.first + round(time_s * expect.rate_fps) not in expect.lost:
             assert number is not None, numbers
-            assert number / expect.rate_fps == pytest.approx(time_s, abs=1e-5), numbers
+            assert (number - expect.first) / expect.rate_fps == pytest.approx(time_s, abs=1e-5), numbers
     readable = [number for number in numbers if number is not None]
     assert readable == sorted(readable)
-    frames = raw_frames(case, content, config)
+    frames = raw_frames(case, content, config, crew)
     assert frames[0].shape == (expect.height, expect.width, 3)
     assert [number_or_none(frame) for frame in frames] == numbers
 
 
 @pytest.mark.parametrize("case", cases_of(Cartoon), ids=lambda case: case.name)
-def test_animations(case: Case, file_of: Callable[[Case], bytes], config: ProcessorConfig) -> None:
+def test_animations(case: Case, file_of: Callable[[Case], bytes], config: ProcessorConfig, crew: Crew) -> None:
     expect, content = case.expect, file_of(case)
     assert isinstance(expect, Cartoon)
     media = prepared(case, content, config)
-    frames = raw_frames(case, content, config)
+    frames = raw_frames(case, content, config, crew)
     assert frames[0].shape == (expect.height, expect.width, 3)
     wanted = [*expect.frames, *expect.frames[-1:] * (len(expect.frames) % 2)]
     for picture, frame, marks in zip(pictures_of(media), frames, wanted, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from preprocess.errors import MediaError
 from preprocess.types import Modality
@@ -65,6 +65,8 @@ class DamagedClip:
     rate_fps: float
     lost: range
     """Numbers of the frames that may be missing, or look like anything."""
+    first: int = field(default=0, kw_only=True)
+    """Number of the file's first frame, at 0 s."""
     num_readable: int
     """Different numbers that must be found at least."""
     warning: str | None
@@ -94,7 +96,8 @@ class Sound:
     tolerance: float = 0.01
     """Of the amplitude, as a fraction of full scale."""
     tolerance_s: float = 1e-4
-    warning: str | None = None
+    onset_s: float = 0.0
+    """Silence until here."""
 
 
 @dataclass(frozen=True)
@@ -119,3 +122,5 @@ class Case:
     expect: Expectation
     num_frames: int = 8
     """Frames asked for, when it is sent as video."""
+    fps: float | None = None
+    """Asked for instead."""

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from preprocess.errors import MediaError, MediaTooLarge, MediaUndecodable, MediaUnsupported
 from preprocess.types import Modality
@@ -20,7 +21,18 @@ _FIVE_ONE: Final = (300.0, 700.0, 1100.0, 1500.0, 1900.0, 2300.0)
 
 
 def sound_cases() -> list[Case]:
-    parts = (_uncompressed, _compressed, _rates, _channels, _levels, _odd_headers, _short, _broken, _other_files)
+    parts = (
+        _uncompressed,
+        _compressed,
+        _rates,
+        _channels,
+        _levels,
+        _odd_headers,
+        _onsets,
+        _short,
+        _broken,
+        _other_files,
+    )
     return [case for part in parts for case in part()]
 
 
@@ -213,6 +225,33 @@ def _odd_headers() -> Iterator[Case]:
     yield _sound("tag-behind.mp3", lambda: _coded("mp3", "libmp3lame", 44_100) + b"TAG" + bytes(125), mp3)
     yield _sound("wav-inside.mp3", partial(_written, "WAV", "PCM_16"), exact)
     yield _sound("mp3-inside.wav", partial(_coded, "mp3", "libmp3lame", 44_100), mp3)
+
+
+def _onsets() -> Iterator[Case]:
+    """Half a second of silence, then the tone. Encoders put 10 to 50 ms in front, and say how much."""
+    for name, container, codec, rate_hz in (
+        ("onset.mp3", "mp3", "libmp3lame", 44_100),
+        ("onset.m4a", "ipod", "aac", 44_100),
+        ("onset.mp4", "mp4", "aac", 24_000),
+        ("onset.mka", "matroska", "aac", 44_100),
+        ("onset.ogg", "ogg", "libopus", 48_000),
+        ("onset.webm", "webm", "libopus", 48_000),
+        ("onset.flac", "flac", "flac", 44_100),
+    ):
+        expect = Sound(rate_hz, 1.0, (440.0,), tolerance_s=0.06, onset_s=0.5)
+        yield _sound(name, partial(_late_tone, container, codec, rate_hz), expect)
+    vorbis = Sound(_RATE, 1.0, (440.0,), tolerance_s=0.01, onset_s=0.5)
+    yield _sound("onset-vorbis.ogg", lambda: sound_file(_late(_RATE), _RATE, "OGG", "VORBIS"), vorbis)
+
+
+def _late(rate_hz: int) -> NDArray[np.float64]:
+    samples = sines((440.0,), rate_hz, 1.0)
+    samples[: rate_hz // 2] = 0
+    return samples
+
+
+def _late_tone(container: str, codec: str, rate_hz: int) -> bytes:
+    return encoded(_late(rate_hz), rate_hz, container, codec)
 
 
 def _short() -> Iterator[Case]:

@@ -13,8 +13,8 @@ from PIL import Image
 
 from preprocess.types import Modality
 from tests.fakes.media.barcode import barcode_picture
-from tests.fakes.media.case import Cartoon, Case, Clip, Expectation, Mark, Tone
-from tests.fakes.media.images import BLUE, GREEN, RED, WHITE, YELLOW, apng, gif, quarters, saved, webp_animation
+from tests.fakes.media.case import Case, Clip, Expectation, Tone
+from tests.fakes.media.images import quarters, saved
 from tests.fakes.media.videos import (
     Track,
     clip,
@@ -31,7 +31,7 @@ _X265: Final = {"preset": "ultrafast", "x265-params": "log-level=none:pools=1"}
 
 
 def video_cases() -> list[Case]:
-    parts = (_codecs, _pictures, _groups, _containers, _lengths, _rates, _turned, _cuts, _sound, _animations)
+    parts = (_codecs, _pictures, _groups, _containers, _lengths, _rates, _turned, _cuts, _sound)
     return [case for part in parts for case in part()]
 
 
@@ -227,6 +227,10 @@ def _rates() -> Iterator[Case]:
         _plain(48, **evenly(48, Fraction(24_000, 1001))),
     )
     yield _video("1-fps.mp4", partial(clip, range(12), rate=Fraction(1)), _plain(12, **evenly(12, 1)))
+    # A rate asked for: 60 frames at 10 per second last 6 s, at 2 per second that is 12; an odd count loses one.
+    for fps, count in ((2.0, 12), (0.8, 4), (1.25, 6), (10.0, 60)):
+        make = partial(clip, range(60))
+        yield Case(f"asked-{fps}-fps.mp4", Modality.VIDEO, make, _plain(60, **evenly(60, wanted=count)), fps=fps)
     milliseconds = Fraction(1, 1000)
     # Quick at first and slow at the end, as a screen recorder writes; one still picture for long; dropped frames.
     for name, pts in (
@@ -246,9 +250,17 @@ def _rates() -> Iterator[Case]:
     for container, extension in (("matroska", "mkv"), ("mp4", "mp4"), ("mpegts", "ts")):
         late = partial(clip, range(40), container=container, pts=range(30, 70))
         yield _video(f"starts-at-3-s.{extension}", late, _plain(40))
+    # Of every four frames two at the same time: they are told apart by counting.
+    twice = [at - (at % 4 == 3) for at in range(40)]
+    jpegs = partial(_same_times, twice)
+    yield _video("same-times.mkv", jpegs, _plain(40))
     early = {"avoid_negative_ts": "disabled"}
     negative = partial(clip, range(40), container="matroska", pts=range(-5, 35), container_options=early)
     yield _video("negative-times.mkv", negative, _plain(40))
+
+
+def _same_times(times: Sequence[int]) -> bytes:
+    return clip_of_pictures([saved(barcode_picture(at), "JPEG") for at in range(len(times))], "matroska", times=times)
 
 
 def _rotated(number: int) -> Callable[[NDArray[np.uint8]], NDArray[np.uint8]]:
@@ -323,67 +335,3 @@ def _sound() -> Iterator[Case]:
     )
     cover = partial(saved, quarters(64, 64), "JPEG")
     yield _video("cover-beside.mp4", lambda: with_cover_stream(range(20), cover(), cover_first=True), _plain(20))
-
-
-def _middle(colour: tuple[int, int, int]) -> tuple[Mark, ...]:
-    return ((0.5, 0.5, colour),)
-
-
-def _animations() -> Iterator[Case]:
-    """Sent as video: all frames, composited."""
-    width, height = 64, 32
-    left, right = (0.5, 0.25), (0.5, 0.75)
-    expect = Cartoon(
-        width,
-        height,
-        frames=(
-            ((*left, RED), (*right, RED)),
-            ((*left, GREEN), (*right, RED)),
-            ((*left, WHITE), (*right, BLUE)),
-            ((*left, WHITE), (*right, RED)),
-        ),
-        times_s=(0.0, 0.1, 0.2, 0.3),
-    )
-    palette = (WHITE, RED, GREEN, BLUE)
-    # Red everywhere; green on the left, then cleared; blue on the right, then put back; something that changes nothing.
-    block = np.ones((24, 24), np.uint8)
-    frames = [
-        (0, 0, 1, np.full((height, width), 1, np.uint8)),
-        (4, 4, 2, 2 * block),
-        (36, 4, 3, 3 * block),
-        (0, 0, 1, np.ones((2, 2), np.uint8)),
-    ]
-    yield _video("disposal.gif", partial(gif, (width, height), palette, frames, transparent=0), expect)
-    red, clear = _rgba(RED, height, width), _rgba(WHITE, 2, 2)
-    places = [
-        (0, 0, 0, 0, red),
-        (4, 4, 1, 0, _rgba(GREEN, 24, 24)),
-        (36, 4, 2, 0, _rgba(BLUE, 24, 24)),
-        (0, 0, 0, 1, clear),
-    ]
-    yield _video("disposal.apng.png", partial(apng, (width, height), places, hidden=False), expect)
-    yield _video("hidden-default-as-video.apng.png", partial(apng, (width, height), places, hidden=True), expect)
-    still = expect.frames[0]
-    webp = Cartoon(
-        width, height, (still, ((*left, GREEN), (*right, RED)), ((*left, WHITE), (*right, BLUE))), (0.0, 0.1, 0.2)
-    )
-    drawn = [(0, 0, 2, red), (4, 4, 3, _rgba(GREEN, 24, 24)), (36, 4, 2, _rgba(BLUE, 24, 24))]
-    yield _video("disposal.webp", partial(webp_animation, (width, height), drawn), webp)
-    numbered = partial(clip, range(20), codec="gif", container="gif", pixel_format="rgb8")
-    yield _video("numbered.gif", numbered, _plain(20, colour_tolerance=60))
-    numbered = partial(clip, range(20), codec="apng", container="apng", pixel_format="rgb24")
-    yield _video("numbered.apng", numbered, _plain(20))
-    one = partial(gif, (width, height), (RED, YELLOW), [(0, 0, 0, np.ones((height, width), np.uint8))])
-    yield _video("still.gif", one, Cartoon(width, height, (_middle(YELLOW),), (0.0,)))
-    slow = [(0, 0, 0, np.full((height, width), colour, np.uint8)) for colour in (0, 1)]
-    yield _video(
-        "slow.gif",
-        partial(gif, (width, height), (RED, YELLOW), slow, delay_cs=200),
-        Cartoon(width, height, (_middle(RED), _middle(YELLOW)), (0.0, 2.0)),
-    )
-
-
-def _rgba(colour: tuple[int, int, int], height: int, width: int) -> NDArray[np.uint8]:
-    """Opaque, but for white, which is clear."""
-    alpha = 0 if colour == WHITE else 255
-    return np.full((height, width, 4), (*colour, alpha), np.uint8)

@@ -23,11 +23,16 @@ from tests.fakes.media.videos import (
     song_with_cover,
     sound_alone,
     with_noise,
+    without_head,
 )
 
 
 def video_fault_cases() -> list[Case]:
-    return [case for part in (_noise, _cut, _size_changes, _none_decodes, _no_video, _no_image) for case in part()]
+    return [
+        case
+        for part in (_noise, _headless, _cut, _size_changes, _none_decodes, _no_video, _no_image)
+        for case in part()
+    ]
 
 
 def _video(name: str, make: Callable[[], bytes], expect: Expectation, num_frames: int = 12) -> Case:
@@ -65,6 +70,18 @@ def _noise() -> Iterator[Case]:
 
 def _noisy(first: int = 25, last: int = 30, **shot: object) -> bytes:
     return with_noise(clip(range(60), **shot), first, last)
+
+
+def _headless() -> Iterator[Case]:
+    """Begins with frame 5, which like those up to 11 needs one that is not there."""
+    for container, extension in (("matroska", "mkv"), ("mpegts", "ts"), ("mp4", "mp4")):
+        make = partial(_without_head, container)
+        expect = DamagedClip(160, 96, 55, 10, lost=range(5, 12), first=5, num_readable=10, warning="damaged|decode")
+        yield _video(f"headless.{extension}", make, expect)
+
+
+def _without_head(container: str) -> bytes:
+    return without_head(clip(range(60), b_frames=0, container=container), container, 5)
 
 
 def _cut() -> Iterator[Case]:

@@ -156,6 +156,20 @@ def declared_but_empty(container: str, *, video_codec: str = "mpeg4") -> bytes:
     return file.getvalue()
 
 
+def without_head(content: bytes, container: str, num_packets: int) -> bytes:
+    """The clip without its first packets, so that it begins with frames that need others: as recordings of a
+    broadcast do."""
+    file = io.BytesIO()
+    source: Any
+    with av.open(io.BytesIO(content)) as source, av.open(file, mode="w", format=container) as output:
+        copy = output.add_stream_from_template(source.streams.video[0])
+        packets = [packet for packet in source.demux(source.streams.video[0]) if packet.size]
+        for packet in packets[num_packets:]:
+            packet.stream = copy
+            output.mux(packet)
+    return file.getvalue()
+
+
 def copied_from(content: bytes, container: str, first_shown: int, *, options: dict[str, str] | None = None) -> bytes:
     """The clip cut without coding it again, as `ffmpeg -ss -c copy` does: it starts at the key frame before frame
     `first_shown` (in display order), and what lies before that frame gets negative times, which are not shown."""
@@ -245,16 +259,23 @@ def with_cover_stream(numbers: Sequence[int], cover: bytes, *, cover_first: bool
     return file.getvalue()
 
 
-def clip_of_pictures(pictures: Sequence[bytes], container: str, codec: str = "mjpeg") -> bytes:
-    """JPEG (or PNG) files as the frames of a video, untouched, 10 per second."""
+def clip_of_pictures(
+    pictures: Sequence[bytes],
+    container: str,
+    codec: str = "mjpeg",
+    *,
+    alpha: bool = False,
+    times: Sequence[int] | None = None,
+) -> bytes:
+    """JPEG (or PNG) files as the frames of a video, untouched, at `times` in tenths of a second, else 10 per second."""
     file = io.BytesIO()
     with av.open(file, mode="w", format=container) as output:
         stream: Any = output.add_stream(codec, rate=10)
         stream.height, stream.width = Shot().size
-        stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "rgb24"
+        stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "rgba" if alpha else "rgb24"
         for position, picture in enumerate(pictures):
             packet = av.Packet(picture)
-            packet.pts = packet.dts = position
+            packet.pts = packet.dts = position if times is None else times[position]
             packet.time_base, packet.is_keyframe, packet.stream = Fraction(1, 10), True, stream
             output.mux(packet)
     return file.getvalue()
