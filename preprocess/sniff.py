@@ -21,6 +21,18 @@ _MAGIC: Final[tuple[tuple[int, bytes, str], ...]] = (
     (0, b"\0\0\1\0", "ICO"),
     (0, b"\0\0\0\x0cjP  ", "JPEG 2000"),
     (0, b"\xffO\xffQ", "JPEG 2000"),
+    (0, b"\0\0\0\x0cJXL \r\n\x87\n", "JPEG XL"),
+    (0, b"\xff\x0a", "JPEG XL"),
+    (0, b"icns", "ICNS"),
+    (0, b"\0\0\2\0", "cursor"),
+    (0, b"8BPS", "Photoshop document"),
+    (0, b"v/1\1", "OpenEXR"),
+    (0, b"#?RADIANCE", "Radiance HDR"),
+    (0, b"DDS ", "DDS"),
+    (0, b"qoif", "QOI"),
+    (0, b"P7\n", "PAM"),
+    (0, b"\xd7\xcd\xc6\x9a", "WMF"),
+    (40, b" EMF", "EMF"),
     (0, b"\x1aE\xdf\xa3", "Matroska"),
     (0, b"FLV\1", "FLV"),
     (0, b"\0\0\1\xba", "MPEG-PS"),
@@ -29,6 +41,8 @@ _MAGIC: Final[tuple[tuple[int, bytes, str], ...]] = (
     (0, b"OggS", "Ogg"),
     (0, b"ID3", "MP3"),
     (0, b"caff", "CAF"),
+    (0, b"riff\x2e\x91\xcf\x11", "Wave64"),
+    (0, b"#!AMR", "AMR"),
     (0, b".snd", "AU"),
     (0, b"%PDF-", "PDF document"),
     (0, b"PK\3\4", "ZIP archive"),
@@ -38,7 +52,9 @@ _MAGIC: Final[tuple[tuple[int, bytes, str], ...]] = (
     (0, b"#EXTM3U", "HLS playlist"),
 )
 _RIFF: Final = {b"WEBP": "WebP", b"AVI ": "AVI", b"WAVE": "WAV"}
-_HEIF_BRANDS: Final = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})
+_SHARED_BRANDS: Final = frozenset({b"mif1", b"mif2", b"msf1"})
+"""Of containers that hold AVIF or HEIC pictures."""
+_HEIF_BRANDS: Final = _SHARED_BRANDS | {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs"}
 
 
 def sniff(content: bytes) -> str:
@@ -68,7 +84,7 @@ def _by_magic(content: bytes) -> str | None:
 
 
 def _by_container(content: bytes) -> str | None:
-    if content[:4] in (b"RIFF", b"RF64"):
+    if content[:4] in (b"RIFF", b"RIFX", b"RF64", b"BW64"):
         return _RIFF.get(content[8:12])
     if content[:4] == b"FORM" and content[8:12] in (b"AIFF", b"AIFC"):
         return "AIFF"
@@ -77,8 +93,11 @@ def _by_container(content: bytes) -> str | None:
         if brand in (b"avif", b"avis"):
             return "AVIF"
         if brand in _HEIF_BRANDS:
-            # mif1 is the common brand of both; the compatible brands tell.
-            return "AVIF" if b"avif" in content[16:64] else "HEIC"
+            if brand not in _SHARED_BRANDS:
+                return "HEIC"
+            # The compatible brands tell.
+            compatible = content[16 : int.from_bytes(content[:4], "big")]
+            return "AVIF" if b"avif" in compatible or b"avis" in compatible else "HEIC"
         return "M4A" if brand.startswith(b"M4A") else "MP4"
     if content[4:8] in (b"moov", b"mdat", b"wide", b"free", b"moof"):
         return "MP4"
@@ -117,4 +136,5 @@ def _by_text(content: bytes) -> str | None:
     return "XML text" if start.startswith("<?xml") else "text"
 
 
-_DETECTORS: Final[tuple[Callable[[bytes], str | None], ...]] = (_by_magic, _by_container, _by_sync, _by_text)
+# Containers first: the length in front of their name may look like the number of another kind.
+_DETECTORS: Final[tuple[Callable[[bytes], str | None], ...]] = (_by_container, _by_magic, _by_sync, _by_text)

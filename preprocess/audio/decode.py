@@ -17,16 +17,19 @@ from typing import Final, Protocol, TypeVar
 import numpy as np
 
 from preprocess.audio.mel import MelWriter, NotFinite
+from preprocess.audio.ogg import ogg_links
 from preprocess.audio.resample import Samples, open_published, open_soxr_hq
-from preprocess.audio.sources import FfmpegSource, Meter, NotTaken, SoundfileSource, SoundForm, Source
+from preprocess.audio.sources import ChainSource, FfmpegSource, Meter, NotTaken, SoundfileSource, SoundForm, Source
 from preprocess.config import AudioBudget, DecodeLimits
 from preprocess.errors import MediaUndecodable, MediaUnsupported
 from preprocess.sniff import describe, sniff
-from preprocess.truncation import lacks_end_mark, num_declared_samples, num_missing_bytes
+from preprocess.truncation import lacks_end_mark, num_announced_samples, num_declared_samples, num_missing_bytes
 from preprocess.types import MelFrames, Waveform
 
-# Opus goes to FFmpeg although libsndfile reads it: three times faster there.
-_SOUNDFILE_KINDS: Final = frozenset({"WAV", "FLAC", "MP3", "AIFF", "AU", "CAF"})
+# Opus goes to FFmpeg although libsndfile reads it: three times faster there. So does MP3, where libsndfile believes the
+# length that a header without one lets it guess, and leaves out the rest.
+_SOUNDFILE_KINDS: Final = frozenset({"WAV", "FLAC", "AIFF", "AU", "CAF"})
+_MP3_FRAME_SAMPLES: Final = 1152
 
 
 def no_deadline() -> None:
@@ -197,18 +200,21 @@ def _read_file(
             raise MediaUndecodable(f"{error.message} ({describe(content)})") from error
         if meter.num_samples:
             _check_whole(content, meter)
-            warnings = source.warnings + sink.warnings
-            if lacks_end_mark(content):
-                warnings = (*warnings, "the sound ends without its end mark; it may be cut short")
-            return sink, meter.duration_s, warnings
+            return sink, meter.duration_s, source.warnings + sink.warnings + _shortfalls(content, meter)
     raise MediaUndecodable(f"no decodable audio in the file ({describe(content)})")
 
 
 def _sources(content: bytes, limits: DecodeLimits, check_deadline: Callable[[], None]) -> Iterator[Source]:
+    """The decoders that may take the file, best first."""
     kind = sniff(content)
-    if kind in _SOUNDFILE_KINDS or (kind == "Ogg" and b"vorbis" in content[:256]):
+    if kind in _SOUNDFILE_KINDS:
         yield SoundfileSource(content, limits, check_deadline)
-    yield FfmpegSource(content, check_deadline)
+    if kind != "Ogg":
+        yield FfmpegSource(content, check_deadline)
+        return
+    if b"vorbis" in content[:256]:
+        yield ChainSource(ogg_links(content), lambda link: SoundfileSource(link, limits, check_deadline))
+    yield ChainSource(ogg_links(content), lambda link: FfmpegSource(link, check_deadline))
 
 
 def _read_track(
@@ -248,3 +254,14 @@ def _check_whole(content: bytes, meter: Meter) -> None:
             f"damaged or truncated audio ({describe(content)}): its header declares {num_declared} samples, "
             f"{meter.num_samples} decode"
         )
+
+
+def _shortfalls(content: bytes, meter: Meter) -> tuple[str, ...]:
+    """What headers promise that are too often wrong to refuse the sound for it."""
+    num_announced = num_announced_samples(content)
+    num_missing = 0 if num_announced is None else num_announced - meter.num_samples
+    if num_missing > _MP3_FRAME_SAMPLES:
+        return (f"the file announces {num_missing} samples more than it holds",)
+    if lacks_end_mark(content):
+        return ("the sound ends without its end mark; it may be cut short",)
+    return ()

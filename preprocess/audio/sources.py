@@ -28,7 +28,6 @@ _PIECE_NUMBERS: Final = 1 << 18
 _MIN_RATE_HZ: Final = 1000
 _MAX_RATE_HZ: Final = 768_000
 _MAX_CHANNELS: Final = 64
-_MP3_FRAME_SAMPLES: Final = 1152
 _ENDLESS_FRAMES: Final = 2**63 - 1
 # PyAV counts the planes of a frame up to a null pointer, which eight planes and more do not have.
 _MAX_PLANES: Final = 7
@@ -40,7 +39,7 @@ class SoundForm:
     rate_hz: int
 
     def __str__(self) -> str:
-        return f"{self.num_channels} channels at {self.rate_hz} Hz"
+        return f"{self.num_channels} channel{'s' * (self.num_channels != 1)} at {self.rate_hz} Hz"
 
 
 class NotTaken(Exception):
@@ -123,16 +122,31 @@ class SoundfileSource:
         # A header that declares too much is refused before anything is decoded.
         Meter(self._limits).count(file.frames, form)
         num_missing = file.frames
-        while num_missing:
-            self._check_deadline()
-            samples_NC = file.read(_PIECE_NUMBERS // form.num_channels, dtype="float32", always_2d=True)
-            if not len(samples_NC):
-                break
+        while len(samples_NC := file.read(_PIECE_NUMBERS // form.num_channels, dtype="float32", always_2d=True)):
             num_missing -= len(samples_NC)
             yield form, np.ascontiguousarray(samples_NC.T)
-        # MP3 headers are often a little off, so a shortfall is told and not refused.
-        if num_missing > _MP3_FRAME_SAMPLES:
+            self._check_deadline()
+        if num_missing > 0:
             self.warnings = (f"the file announces {num_missing} samples more than it holds",)
+
+
+class ChainSource:
+    """Files that follow each other in one, each with a source of its own."""
+
+    def __init__(self, links: Iterator[bytes], open_source: Callable[[bytes], Source]) -> None:
+        self._links = links
+        self._open_source = open_source
+        self._warnings: dict[str, None] = {}
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(self._warnings)
+
+    def pieces(self) -> Iterator[tuple[SoundForm, Samples]]:
+        for link in self._links:
+            source = self._open_source(link)
+            yield from source.pieces()
+            self._warnings.update(dict.fromkeys(source.warnings))
 
 
 class FfmpegSource:
