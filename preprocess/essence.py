@@ -8,7 +8,7 @@ that only a later step would look at are collected here, for refusal before anyt
     GIF        colours, the first picture and its control block
     ICO        the largest picture alone
     TIFF       see `preprocess.tiff`
-    WebP, JPEG 2000, AVIF, HEIC
+    WebP, JPEG 2000, AVIF, HEIC, PNM
                unchanged; sizes checked
 """
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from preprocess.config import DecodeLimits
-from preprocess.errors import MediaUndecodable
+from preprocess.errors import MediaTooLarge, MediaUndecodable
 from preprocess.exif import orientation
 from preprocess.picture_limits import check_size
 from preprocess.tiff import reduced_tiff, value_bytes
@@ -30,6 +30,7 @@ from preprocess.tiff import reduced_tiff, value_bytes
 _PNG_KEPT: Final = frozenset({b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"})
 _PNG_TEXTS: Final = frozenset({b"tEXt", b"zTXt", b"iTXt"})
 _MAX_TEXT_BYTES: Final = 1024 * 1024
+_MAX_PNM_TEXT_BYTES: Final = 8 * 1024 * 1024
 _MAX_BLOCKS: Final = 100_000
 _XMP_KEYWORD: Final = b"XML:com.adobe.xmp"
 _EXIF_KEYWORD: Final = b"Raw profile type exif"
@@ -159,6 +160,15 @@ def _ico(content: bytes, limits: DecodeLimits) -> Essence:
     return Essence(b"\0\0\1\0\1\0" + entry + picture, 1)
 
 
+def _pnm(content: bytes, limits: DecodeLimits) -> Essence:
+    """Numbers as text are read slowly; nobody sends large ones."""
+    if content[1:2] in b"123" and len(content) > _MAX_PNM_TEXT_BYTES:
+        raise MediaTooLarge(
+            f"PNM as text of {len(content)} bytes, allowed are {_MAX_PNM_TEXT_BYTES}; send the binary kind"
+        )
+    return Essence(content)
+
+
 def _webp(content: bytes, limits: DecodeLimits) -> Essence:
     name = content[12:16]
     if name == b"VP8X":
@@ -222,6 +232,7 @@ _REDUCERS: Final[dict[str, Callable[[bytes, DecodeLimits], Essence]]] = {
     "GIF": _gif,
     "ICO": _ico,
     "TIFF": _tiff,
+    "PNM": _pnm,
     "WebP": _webp,
     "JPEG 2000": _jpeg2000,
     "AVIF": _heif,

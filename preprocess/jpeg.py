@@ -144,14 +144,29 @@ def _check_scans(content: bytes, head: JpegHead) -> None:
 
 
 def _by_simplejpeg(content: bytes, limits: DecodeLimits) -> NDArray[np.uint8] | None:
-    """None for the JPEGs that Pillow must judge."""
+    """None for the JPEGs that Pillow must judge. Raises OSError where part of the picture is missing."""
     try:
         height, width, colour_space, _ = simplejpeg.decode_jpeg_header(content)
         if colour_space not in ("YCbCr", "Gray") or height * width > limits.max_image_pixels:
             return None
-        pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(content, colorspace="RGB", strict=True)
-    except ValueError:
-        return None
+        return _strictly(content)
+    except ValueError as error:
+        message = str(error)
+    if "Premature end of JPEG file" in message:
+        # Some cameras leave out the end marker; with it, a whole picture decodes without complaint.
+        try:
+            return _strictly(content + bytes([0xFF, _END_OF_IMAGE]))
+        except ValueError as error:
+            message = str(error)
+    if "remature end" in message:
+        # Pillow would fill with grey where an end marker hides that data are missing.
+        raise OSError(f"truncated JPEG: {message}")
+    return None
+
+
+def _strictly(content: bytes) -> NDArray[np.uint8]:
+    """Raises ValueError for what the library would only warn of."""
+    pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(content, colorspace="RGB", strict=True)
     return pixels
 
 
