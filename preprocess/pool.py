@@ -143,6 +143,7 @@ class DecodePool:
         self.num_stuck = 0
         """Calls that were answered and whose thread still works: decoders that are slow to hear of their deadline."""
         self._clock_s = clock_s
+        self._closed = False
         num_threads = self.settings.num_threads
         # One more than media: it makes the workers.
         self._threads = ThreadPoolExecutor(num_threads + 1, thread_name_prefix="decode")
@@ -288,6 +289,7 @@ class DecodePool:
 
     def close(self) -> None:
         """Drops waiting calls; running ones end at their next check, isolated ones at once. Waits for them."""
+        self._closed = True
         for watch in list(self._watches):
             watch.abandon()
         if self._nursery is not None:
@@ -312,12 +314,15 @@ class DecodePool:
             self.num_pending -= 1
 
     async def _enter(self, watch: Watch) -> None:
-        """Waits for a place in the pool. Raises MediaDecodeTimeout."""
+        """Waits for a place in the pool. Raises MediaDecodeTimeout or DecoderUnavailable."""
         try:
             async with asyncio.timeout(max(0.0, watch.remaining_s)):
                 await self._places.acquire()
         except TimeoutError as error:
             raise watch.timeout() from error
+        if self._closed:
+            self._places.release()
+            raise DecoderUnavailable("the decode pool is closed")
 
     async def _run(
         self,
@@ -347,17 +352,20 @@ class DecodePool:
         running.add_done_callback(ended)
         try:
             await asyncio.wait({running}, timeout=max(0.0, watch.remaining_s))
+            if running.done():
+                return running.result()
+            left = True
+            self.num_stuck += 1
+            raise watch.timeout()
         except asyncio.CancelledError:
             watch.abandon()
             # Should it have ended in this very moment, `ended` is called after this.
             left = True
             self.num_stuck += 1
             raise
-        if not running.done():
-            left = True
-            self.num_stuck += 1
-            raise watch.timeout()
-        return running.result()
+        finally:
+            # An error's traceback holds this frame: it must not hold the error, or both wait for the collector.
+            del running
 
     def _open(
         self,

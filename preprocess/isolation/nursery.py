@@ -137,6 +137,7 @@ class Worker:
             if not self._closed:
                 self._closed = True
                 self._channel.close()
+                self._reader.close()
                 os.close(self._pidfd)
 
 

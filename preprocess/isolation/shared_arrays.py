@@ -152,6 +152,7 @@ class Reader:
         self._lent: set[int] = set()
         # Filled by finalizers, which may run in any thread at any moment: they must not lock.
         self._dead: deque[int] = deque()
+        self._closed = False
 
     def take(self, handover: Handover, fd: int | None) -> tuple[NDArray[Any], ...]:
         """The arrays, writable. Their buffer is theirs until the last of them, and of the views of them, is gone.
@@ -173,7 +174,7 @@ class Reader:
         kept: list[int] = []
         dropped: list[int] = []
         with self._lock:
-            while self._dead:
+            while self._dead and not self._closed:
                 number = self._dead.popleft()
                 self._lent.remove(number)
                 size_bytes = len(self._memories[number])
@@ -184,6 +185,12 @@ class Reader:
                     del self._memories[number]
                     dropped.append(number)
         return tuple(kept), tuple(dropped)
+
+    def close(self) -> None:
+        """Lets go of all buffers. Arrays that live keep theirs."""
+        with self._lock:
+            self._closed = True
+            self._memories.clear()
 
     def _lend(self, handover: Handover, fd: int | None) -> mmap.mmap:
         number = handover.buffer
