@@ -317,9 +317,11 @@ class FakeFetcher:
 
     contents: dict[str, bytes] = field(default_factory=dict)
     fetched: list[str] = field(default_factory=list)
+    askers: list[Hashable | None] = field(default_factory=list)
 
     async def fetch(self, source: MediaSource, *, asker: Hashable | None = None) -> bytes:
         self.fetched.append(source.url)
+        self.askers.append(asker)
         await asyncio.sleep(0)
         if source.url not in self.contents:
             raise MediaUnreachable(f"{source.url[:60]} cannot be reached")

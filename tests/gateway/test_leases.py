@@ -89,3 +89,15 @@ async def test_media_that_never_fit_together_are_too_large(
 
 def test_the_text_has_several_tokens() -> None:
     assert len(RENDERER.vocabulary.encode(TEXT)) > 3
+
+
+async def test_downloads_of_a_request_have_one_asker() -> None:
+    """So that a request with many URLs has its share of the downloads and no more."""
+    async with running_gateway(says(TEXT)) as stack:
+        for _ in range(2):
+            status, _, _ = await stack.ask([PICTURE, CLIP, QUESTION])
+            assert status == 200
+        first, second, third, fourth = stack.fetcher.askers
+        assert first is second is not None
+        assert third is fourth is not None
+        assert first is not third

@@ -20,7 +20,7 @@ CAP = 20_000
 
 
 def raw_deflate(content: bytes) -> bytes:
-    squeeze = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    squeeze = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
     return squeeze.compress(content) + squeeze.flush()
 
 
@@ -111,6 +111,13 @@ async def test_a_large_content_within_the_cap() -> None:
     """Longer than a piece, so that the decompressor holds more than it hands out at once."""
     content = b"\0" * 5_000_000 + CONTENT
     assert await collected("gzip", gzip.compress(content), max_bytes=10_000_000) == content
+
+
+async def test_an_end_that_the_decompressor_holds_without_more_input() -> None:
+    """Right above a whole piece, bare deflate takes all its bytes in and has some left to give out."""
+    for more in (0, 1, 5, 9, 158):
+        content = b"\0" * ((1 << 20) + more)
+        assert await collected("deflate", raw_deflate(content), max_bytes=1 << 21) == content
 
 
 @pytest.mark.parametrize("encoding", ["br", "zstd", "gzip, gzip", "gzip, br", "compress"])
