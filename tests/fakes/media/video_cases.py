@@ -184,6 +184,16 @@ def _groups() -> Iterator[Case]:
     yield _video("hidden-frames.webm", vp9, _plain(40))
 
 
+def open_groups(codec: str = "libx265", container: str = "mp4", num_frames: int = 60) -> bytes:
+    """Key frames every 12, three B frames between others: 9, 10 and 11 come after key frame 12 and lead it."""
+    params = "open-gop=1:keyint=12:min-keyint=12:bframes=3:b-adapt=0:scenecut=0"
+    if codec == "libx265":
+        options = {"preset": "ultrafast", "x265-params": f"{params}:log-level=none:pools=1"}
+    else:
+        options = {"x264-params": f"{params}:b-pyramid=none"}
+    return clip(range(num_frames), codec=codec, container=container, codec_options=options)
+
+
 _FRAGMENTS: Final = {"movflags": "frag_keyframe+empty_moov+default_base_moof"}
 
 
@@ -304,9 +314,17 @@ def _cuts() -> Iterator[Case]:
     for container, extension in (("mp4", "mp4"), ("mov", "mov")):
         make = partial(_copied, container)
         yield _video(f"edit-list.{extension}", make, _plain(43, **evenly(43, first=17)))
+    # Of a group with leading pictures; the cut lies in the middle, and on the key frame itself.
+    for first in (17, 24):
+        make = partial(_open_groups_from, first)
+        yield _video(f"edit-list-leading-{first}.mp4", make, _plain(60 - first, **evenly(60 - first, first=first)))
     # Matroska has no such list: everything from the key frame on is shown.
     make = partial(_copied, "matroska", options={"avoid_negative_ts": "disabled"})
     yield _video("copied.mkv", make, _plain(48, **evenly(48, first=12)))
+
+
+def _open_groups_from(first: int) -> bytes:
+    return copied_from(open_groups(), "mp4", first)
 
 
 def _copied(container: str, **changes: Any) -> bytes:

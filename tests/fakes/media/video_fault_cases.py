@@ -13,7 +13,7 @@ from preprocess.types import Modality
 from tests.fakes.media.case import Case, Clip, DamagedClip, Expectation, Refusal
 from tests.fakes.media.image_cases import HAS_HEIF, heic
 from tests.fakes.media.images import huge_header, quarters, saved
-from tests.fakes.media.video_cases import evenly
+from tests.fakes.media.video_cases import evenly, open_groups
 from tests.fakes.media.videos import (
     Track,
     clip,
@@ -78,6 +78,20 @@ def _headless() -> Iterator[Case]:
         make = partial(_without_head, container)
         expect = DamagedClip(160, 96, 55, 10, lost=range(5, 12), first=5, num_readable=10, warning="damaged|decode")
         yield _video(f"headless.{extension}", make, expect)
+
+    # From key frame 12 on: 9, 10 and 11 lead it, and need a frame that is not there.
+    for codec, name in (("libx264", "h264"), ("libx265", "hevc")):
+        # An mp4 begins with the picture of its first packet; its list hides those that lead it.
+        hidden = Clip(160, 96, **evenly(48, first=12))
+        yield _video(f"headless-leading-{name}.mp4", partial(_from_second_group, codec, "mp4"), hidden, 8)
+        for container, extension in (("matroska", "mkv"), ("mpegts", "ts")):
+            make = partial(_from_second_group, codec, container)
+            expect = DamagedClip(160, 96, 51, 10, lost=range(9, 12), first=9, num_readable=10, warning=None)
+            yield _video(f"headless-leading-{name}.{extension}", make, expect)
+
+
+def _from_second_group(codec: str, container: str) -> bytes:
+    return without_head(open_groups(codec, container), container, 9)
 
 
 def _without_head(container: str) -> bytes:
