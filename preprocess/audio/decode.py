@@ -209,8 +209,10 @@ def _sources(content: bytes, limits: DecodeLimits, check_deadline: Callable[[], 
     kind = sniff(content)
     if kind in _SOUNDFILE_KINDS:
         yield SoundfileSource(content, limits, check_deadline)
+    # RIFX is WAV with its numbers turned round, which FFmpeg plays as noise.
     if kind != "Ogg":
-        yield FfmpegSource(content, check_deadline)
+        if content[:4] != b"RIFX":
+            yield FfmpegSource(content, check_deadline)
         return
     if b"vorbis" in content[:256]:
         yield ChainSource(ogg_links(content), lambda link: SoundfileSource(link, limits, check_deadline))

@@ -20,6 +20,9 @@ from preprocess.errors import MediaUndecodable
 _LOG_FLOOR: Final = 1e-7
 # Spectra of so many frames stay in the processor's cache. It also fixes where blocks start; see `MelWriter`.
 _BLOCK_FRAMES: Final = 512
+# 32 MiB of 128 bands, which the allocator takes from the system and gives back: among its small pieces, results of
+# blocks would each pin the room of the far larger temporaries around them.
+_CHUNK_ROWS: Final = 1 << 16
 # Low bands read few bins: products in groups of bands skip most of the zeros of the bank.
 _NUM_GROUPS: Final = 4
 
@@ -41,7 +44,7 @@ class MelWriter:
         self._half = budget.num_fft // 2
         self._held = Held(1)
         self._is_padded = False
-        self._blocks: list[NDArray[np.float32]] = []
+        self._rows = _Rows(budget.num_mels)
         # The end of the sound is reflected too, so as much of it stays.
         self._num_block_samples = max(
             (_BLOCK_FRAMES - 1) * budget.hop_length + budget.num_fft,
@@ -64,8 +67,8 @@ class MelWriter:
         self._held.put(samples_N[-2 : -self._half - 2 : -1][None])
         frames_BW = self._frames()
         for start in range(0, frames_BW.shape[0], _BLOCK_FRAMES):
-            self._blocks.append(log_mel_of_frames(frames_BW[start : start + _BLOCK_FRAMES], self._budget))
-        return self._joined()
+            self._rows.put(log_mel_of_frames(frames_BW[start : start + _BLOCK_FRAMES], self._budget))
+        return self._rows.joined()
 
     def _pad_start(self) -> None:
         samples_N = self._held.joined()[0]
@@ -79,23 +82,40 @@ class MelWriter:
         num_blocks = 1 + (self._held.num_held - self._num_block_samples) // (_BLOCK_FRAMES * self._budget.hop_length)
         frames_BW = self._frames()
         for start in range(0, num_blocks * _BLOCK_FRAMES, _BLOCK_FRAMES):
-            self._blocks.append(log_mel_of_frames(frames_BW[start : start + _BLOCK_FRAMES], self._budget))
+            self._rows.put(log_mel_of_frames(frames_BW[start : start + _BLOCK_FRAMES], self._budget))
         self._held.drop(num_blocks * _BLOCK_FRAMES * self._budget.hop_length)
 
     def _frames(self) -> torch.Tensor:
         """[frames, num_fft] of what is held, a view."""
         return torch.from_numpy(self._held.joined()[0]).unfold(0, self._budget.num_fft, self._budget.hop_length)
 
-    def _joined(self) -> NDArray[np.float32]:
-        num_frames = sum(len(block) for block in self._blocks)
-        joined_TM = np.empty((num_frames, self._budget.num_mels), dtype=np.float32)
-        end = num_frames
-        # From the back, letting go of each block: never twice the whole in memory.
-        while self._blocks:
-            block = self._blocks.pop()
-            joined_TM[end - len(block) : end] = block
-            end -= len(block)
-        return joined_TM
+
+class _Rows:
+    """Rows of a result whose length is not known yet."""
+
+    def __init__(self, num_columns: int) -> None:
+        self._num_columns = num_columns
+        self._chunks: list[NDArray[np.float32]] = []
+        self._num_rows = 0
+
+    def put(self, rows: NDArray[np.float32]) -> None:
+        """At most `_CHUNK_ROWS` rows."""
+        start = self._num_rows % _CHUNK_ROWS
+        if start == 0:
+            self._chunks.append(np.empty((_CHUNK_ROWS, self._num_columns), dtype=np.float32))
+        here = rows[: _CHUNK_ROWS - start]
+        self._chunks[-1][start : start + len(here)] = here
+        self._num_rows += len(here)
+        if len(here) < len(rows):
+            self.put(rows[len(here) :])
+
+    def joined(self) -> NDArray[np.float32]:
+        joined = np.empty((self._num_rows, self._num_columns), dtype=np.float32)
+        # From the back, letting go of each chunk: never twice the whole in memory.
+        while self._chunks:
+            start = (len(self._chunks) - 1) * _CHUNK_ROWS
+            joined[start : start + _CHUNK_ROWS] = self._chunks.pop()[: self._num_rows - start]
+        return joined
 
 
 def log_mel_of_frames(frames_BW: torch.Tensor, budget: AudioBudget) -> NDArray[np.float32]:
