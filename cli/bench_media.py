@@ -269,6 +269,10 @@ async def _fetch_all(urls: Sequence[str]) -> int:
 
 @contextmanager
 def _sound(setting: Setting, bars: Bars, *, kind: str) -> Iterator[Contest]:
+    import torch
+
+    # The products are small: a second thread of torch's own spends several times the CPU on waiting for the first.
+    torch.set_num_threads(1)
     duration_s = 5 if setting.quick else 600
     path = song(setting.cache_dir, bars, duration_s=duration_s, kind=kind)
     config = processor()
