@@ -28,7 +28,7 @@ from preprocess.types import MelFrames, Waveform
 
 # Opus goes to FFmpeg although libsndfile reads it: three times faster there. So does MP3, where libsndfile believes the
 # length that a header without one lets it guess, and leaves out the rest.
-_SOUNDFILE_KINDS: Final = frozenset({"WAV", "FLAC", "AIFF", "AU", "CAF"})
+_SOUNDFILE_KINDS: Final = frozenset({"WAV", "Wave64", "FLAC", "AIFF", "AU", "CAF"})
 _MP3_FRAME_SAMPLES: Final = 1152
 
 

@@ -102,8 +102,9 @@ def test_a_silent_clip_is_normal() -> None:
 
 def test_packed_and_planar_frames_agree() -> None:
     samples = np.stack([sine(0.1)[:, 0], -sine(0.1, tone_hz=880)[:, 0]], axis=1)
-    # Wave64 goes through FFmpeg, which hands out packed samples.
-    packed = decode_audio(sound_file(samples, kind="W64", subtype="PCM_16"), LIMITS)
+    # FFmpeg hands out packed samples of uncompressed sound.
+    packed, _ = decode_track(sound_file(samples, kind="W64", subtype="PCM_16"), LIMITS)
+    assert packed is not None
     np.testing.assert_allclose(packed.samples.T, samples, atol=1e-4)
 
 
