@@ -3,37 +3,16 @@
 Model configs are read with `from_hf`; a value the towers do not implement is refused by name, never ignored.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from encoder.config_ranges import AUDIO_RANGES, TOKENIZER_RANGES, VISION_RANGES, SectionKeys
+from encoder.config_ranges import refusal as _refuse
+from preprocess.config import DecodeSettings, Isolation
+
 SinkForm = Literal["key0", "denominator"]
 MergerNorm = Literal["layernorm", "rmsnorm"]
-
-
-def _refuse(key: str, value: object, allowed: str) -> ValueError:
-    return ValueError(f"{key} is {value!r}; supported: {allowed}")
-
-
-def _require(config: Mapping[str, Any], key: str) -> Any:
-    if config.get(key) is None:
-        raise ValueError(f"config lacks {key}")
-    return config[key]
-
-
-def _int_list(value: int | str | Sequence[int], count: int, key: str) -> tuple[int, ...]:
-    """Sizes per channel from an int, a digit or dash-separated string, or a list; one value stands for all channels."""
-    if isinstance(value, str):
-        sizes = tuple(int(part) for part in value.split("-"))
-    elif isinstance(value, int):
-        sizes = (value,)
-    else:
-        sizes = tuple(int(part) for part in value)
-    if len(sizes) == 1:
-        sizes *= count
-    if len(sizes) < count:
-        raise ValueError(f"{key} lists {len(sizes)} sizes for {count} channels")
-    return sizes[:count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,39 +53,41 @@ class VisionConfig:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "VisionConfig":
         """Read `vision_config` of a checkpoint; `config` is that section or the whole config.json."""
-        section = config.get("vision_config") or config
-        heads = int(_require(section, "num_heads"))
-        head_dim = int(section.get("qk_channels") or 64)
-        if int(section.get("kv_channels") or 64) != head_dim:
-            raise _refuse("kv_channels", section.get("kv_channels"), f"the value of qk_channels, {head_dim}")
-        if section.get("hidden_act", "silu") != "silu":
-            raise _refuse("hidden_act", section["hidden_act"], "'silu'")
-        if int(section.get("spatial_merge_size", 2)) != 2:
-            raise _refuse("spatial_merge_size", section["spatial_merge_size"], "2")
-        depth = int(_require(section, "depth"))
+        keys = SectionKeys(config.get("vision_config") or config, VISION_RANGES)
+        heads = keys.integer("num_heads")
+        kv_heads = keys.integer("num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise _refuse("num_key_value_heads", kv_heads, f"a divisor of num_heads, {heads}")
+        head_dim = keys.integer("qk_channels", 64)
+        # A quarter of the channels turns by row, a quarter by column.
+        if head_dim % 4:
+            raise _refuse("qk_channels", head_dim, "a multiple of 4")
+        if keys.integer("kv_channels", 64) != head_dim:
+            raise _refuse("kv_channels", keys.integer("kv_channels", 64), f"the value of qk_channels, {head_dim}")
+        keys.one_of("hidden_act", "silu")
+        keys.integer("spatial_merge_size", 2)
+        depth = keys.integer("depth")
         return cls(
             depth=depth,
-            hidden_size=int(_require(section, "hidden_size")),
-            intermediate_size=int(_require(section, "intermediate_size")),
+            hidden_size=keys.integer("hidden_size"),
+            intermediate_size=keys.integer("intermediate_size"),
             num_heads=heads,
-            num_kv_heads=int(section.get("num_key_value_heads") or heads),
+            num_kv_heads=kv_heads,
             head_dim=head_dim,
-            out_hidden_size=int(_require(section, "out_hidden_size")),
-            window_patches=int(_require(section, "visual_token_window_size")),
-            block_types=_block_types(section, depth),
-            in_channels=int(section.get("in_chans") or section.get("in_channels") or 3),
-            patch_size=int(section.get("patch_size") or 16),
-            temporal_patch_size=int(section.get("temporal_patch_size") or 2),
-            use_sink=bool(section.get("use_sink", True)),
+            out_hidden_size=keys.integer("out_hidden_size"),
+            window_patches=keys.integer("visual_token_window_size"),
+            block_types=_block_types(keys, depth),
+            in_channels=keys.integer("in_chans", keys.integer("in_channels", 3)),
+            patch_size=keys.integer("patch_size", 16),
+            temporal_patch_size=keys.integer("temporal_patch_size", 2),
+            use_sink=keys.flag("use_sink", True),
         )
 
 
-def _block_types(section: Mapping[str, Any], depth: int) -> tuple[int, ...]:
-    types = tuple(int(kind) for kind in _require(section, "vit_window_attn_types"))
-    if len(types) != depth or not set(types) <= {-1, 0, 1}:
-        raise _refuse("vit_window_attn_types", types, f"{depth} values of -1, 0 or 1")
+def _block_types(keys: SectionKeys, depth: int) -> tuple[int, ...]:
+    types = tuple(keys.integers("vit_window_attn_types", length=depth))
     full = tuple(i for i, kind in enumerate(types) if kind == -1)
-    listed = tuple(sorted(int(i) for i in section.get("fullatt_block_indexes", full)))
+    listed = tuple(sorted(keys.integers("fullatt_block_indexes", list(full))))
     if listed != full:
         raise _refuse("fullatt_block_indexes", listed, f"the -1 entries of vit_window_attn_types, {full}")
     return types
@@ -137,31 +118,34 @@ class AudioConfig:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "AudioConfig":
         """Read `audio_config` of a checkpoint; `config` is that section or the whole config.json."""
-        section = config.get("audio_config") or config
-        channels = int(_require(section, "audio_channels"))
-        head_dim = int(_require(section, "input_local_head_dim"))
-        layers = int(section.get("projection_layers") or 2)
-        if layers not in (1, 2):
-            raise _refuse("projection_layers", layers, "1 or 2")
-        if section.get("input_local_hidden_dropout"):
-            raise _refuse("input_local_hidden_dropout", section["input_local_hidden_dropout"], "0")
+        keys = SectionKeys(config.get("audio_config") or config, AUDIO_RANGES)
+        channels = keys.integer("audio_channels")
+        head_dim = keys.integer("input_local_head_dim")
+        rotary_dim = int(head_dim * keys.number("partial_rotary_factor", 1.0))
+        if rotary_dim % 2 or rotary_dim < 2:
+            raise _refuse("input_local_head_dim", head_dim, "a width whose rotary part is even and at least 2")
+        keys.number("input_local_hidden_dropout", 0.0)
+        vocab_sizes = keys.per_channel("speech_vocab_size", channels)
+        zero_ids = keys.per_channel("speech_zeroemb_idx", channels)
+        if any(zero >= size for zero, size in zip(zero_ids, vocab_sizes, strict=True)):
+            raise _refuse("speech_zeroemb_idx", zero_ids, f"codes below speech_vocab_size, {vocab_sizes}")
         return cls(
             num_channels=channels,
-            group_size=int(_require(section, "group_size")),
-            segment_frames=int(_require(section, "audio_segment_size")),
-            hidden_size=int(_require(section, "input_local_dim")),
-            num_layers=int(_require(section, "input_local_layers")),
-            num_heads=int(_require(section, "input_local_attn_heads")),
+            group_size=keys.integer("group_size"),
+            segment_frames=keys.integer("audio_segment_size"),
+            hidden_size=keys.integer("input_local_dim"),
+            num_layers=keys.integer("input_local_layers"),
+            num_heads=keys.integer("input_local_attn_heads"),
             head_dim=head_dim,
-            intermediate_size=int(_require(section, "input_local_intermediate_size")),
-            out_hidden_size=int(_require(section, "out_hidden_size")),
-            vocab_sizes=_int_list(_require(section, "speech_vocab_size"), channels, "speech_vocab_size"),
-            zero_ids=_int_list(_require(section, "speech_zeroemb_idx"), channels, "speech_zeroemb_idx"),
-            rope_theta=float(section.get("rope_theta") or 640_000.0),
-            rotary_dim=int(head_dim * float(section.get("partial_rotary_factor") or 1.0)),
-            full_attention=bool(section.get("input_full_attention", True)),
-            add_post_norm=bool(section.get("add_post_norm", True)),
-            projection_layers=layers,
+            intermediate_size=keys.integer("input_local_intermediate_size"),
+            out_hidden_size=keys.integer("out_hidden_size"),
+            vocab_sizes=vocab_sizes,
+            zero_ids=zero_ids,
+            rope_theta=keys.number("rope_theta", 640_000.0),
+            rotary_dim=rotary_dim,
+            full_attention=keys.flag("input_full_attention", True),
+            add_post_norm=keys.flag("add_post_norm", True),
+            projection_layers=keys.integer("projection_layers", 2),
         )
 
 
@@ -194,31 +178,34 @@ class AudioTokenizerConfig:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "AudioTokenizerConfig":
         """Read `audio_tokenizer/config.json`."""
-        if config.get("ln_type", "LayerNorm") != "LayerNorm":
-            raise _refuse("ln_type", config["ln_type"], "'LayerNorm'")
-        if config.get("activation_function", "gelu") != "gelu":
-            raise _refuse("activation_function", config["activation_function"], "'gelu'")
-        layers = int(_require(config, "encoder_layers"))
-        left, right = (int(edge) for edge in config.get("encoder_attn_window_size", (-1, -1)))
-        hybrid, period = bool(config.get("hybrid_attention", False)), int(config.get("swa_per_block", 1))
-        count = int(_require(config, "num_quantizers"))
-        skip_id = config.get("encoder_skip_layer_id")
+        keys = SectionKeys(config, TOKENIZER_RANGES)
+        keys.one_of("ln_type", "LayerNorm")
+        keys.one_of("activation_function", "gelu")
+        layers, width = keys.integer("encoder_layers"), keys.integer("d_model")
+        heads = keys.integer("encoder_attention_heads")
+        if width % (2 * heads):
+            raise _refuse("encoder_attention_heads", heads, f"heads of an even width out of d_model, {width}")
+        left, right = keys.integers("encoder_attn_window_size", [-1, -1], length=2)
+        hybrid, period = keys.flag("hybrid_attention", False), keys.integer("swa_per_block", 1)
+        skip_id = keys.optional_integer("encoder_skip_layer_id")
+        if skip_id is not None and skip_id > layers:
+            raise _refuse("encoder_skip_layer_id", skip_id, f"one of the {layers} layers")
         return cls(
-            d_model=int(_require(config, "d_model")),
+            d_model=width,
             num_layers=layers,
-            num_heads=int(_require(config, "encoder_attention_heads")),
-            ffn_dim=int(_require(config, "encoder_ffn_dim")),
-            num_mels=int(config.get("n_mels", 128)),
-            codebook_sizes=_int_list(_require(config, "codebook_size"), count, "codebook_size"),
-            skip_layer=None if skip_id is None else int(skip_id) - 1,
-            causal=bool(config.get("encoder_causal", True)),
+            num_heads=heads,
+            ffn_dim=keys.integer("encoder_ffn_dim"),
+            num_mels=keys.integer("n_mels", 128),
+            codebook_sizes=keys.per_channel("codebook_size", keys.integer("num_quantizers")),
+            skip_layer=None if skip_id is None else skip_id - 1,
+            causal=keys.flag("encoder_causal", True),
             window_left=None if left < 0 else left,
             window_right=None if right < 0 else right,
             windowed_layers=tuple(not hybrid or i % period < period - 1 for i in range(layers)),
-            kernel_size=int(config.get("kernel_size", 3)),
-            stride=int(config.get("stride_size", 2)),
-            pool=int(config.get("avg_pooler", 2)),
-            rope_theta=float(config.get("rope_theta", 10_000)),
+            kernel_size=keys.integer("kernel_size", 3),
+            stride=keys.integer("stride_size", 2),
+            pool=keys.integer("avg_pooler", 2),
+            rope_theta=keys.number("rope_theta", 10_000.0),
         )
 
 
@@ -231,7 +218,16 @@ class EncoderConfig:
     # Results depend in their last bits on the number of threads that share a matrix product, so the value is part of
     # what an embedding is: every process that must agree bit for bit uses the same one.
     tower_threads: int = 1
+    # Media decoded at once: by a thread each, or by a worker process each; see `DecodeSettings` for what follows.
     decode_threads: int = 2
+    isolation: Isolation = "threads"
+    video_threads: int | None = None
+    max_item_s: float = 900.0
+    max_worker_bytes: int = 4 * 2**30
+    max_worker_items: int = 1000
+    # Where pictures are resized and cut into patches: by the threads that decode, or on the tower's device, which gets
+    # whole pixels then. None: on the tower where that is a GPU. Both give the same patches, so it is in no key.
+    preprocess: Literal["cpu", "tower"] | None = None
     # One batch takes at most this much; a larger medium is a batch of its own.
     max_batch_patches: int = 32_768
     max_batch_mel_frames: int = 24_000
@@ -253,6 +249,8 @@ class EncoderConfig:
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16"):
             raise _refuse("dtype", self.dtype, "'float32' or 'bfloat16'")
+        if self.preprocess not in (None, "cpu", "tower"):
+            raise _refuse("preprocess", self.preprocess, "'cpu' or 'tower'")
         at_least_one = ("tower_threads", "decode_threads", "max_batch_patches", "max_batch_mel_frames")
         for name in (*at_least_one, "max_batch_jobs", "max_pending", "max_pending_bytes"):
             if getattr(self, name) < 1:
@@ -264,3 +262,22 @@ class EncoderConfig:
             raise _refuse("page_bytes", self.page_bytes, "a multiple of 64")
         if self.arena_bytes < self.page_bytes:
             raise _refuse("arena_bytes", self.arena_bytes, f"at least page_bytes, {self.page_bytes}")
+        # Refuses what it does not allow.
+        _ = self.decode_settings
+
+    @property
+    def decode_settings(self) -> DecodeSettings:
+        """Of the decode pool."""
+        return DecodeSettings(
+            num_threads=self.decode_threads,
+            isolation=self.isolation,
+            video_threads=self.video_threads,
+            max_item_s=self.max_item_s,
+            max_worker_bytes=self.max_worker_bytes,
+            max_worker_items=self.max_worker_items,
+        )
+
+    @property
+    def sends_pixels(self) -> bool:
+        """Whether the tower gets pixels, to be resized and cut on its device."""
+        return self.device.startswith("cuda") if self.preprocess is None else self.preprocess == "tower"

@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
 from preprocess.errors import MediaInvalid
+from preprocess.processor_keys import AudioResampler, ProcessorKeys
+from preprocess.ranges import shown_value
 from preprocess.types import (
     LOW_DETAIL_PIXELS,
-    MERGE_SIZE,
-    PATCH_SIZE,
     TEMPORAL_PATCH_SIZE,
     UNIT_PIXELS,
     MediaOptions,
 )
 
-AudioResampler = Literal["published", "soxr_hq"]
 VideoBackend = Literal["pyav", "decord"]
 Isolation = Literal["threads", "processes"]
 _T = TypeVar("_T")
@@ -151,44 +150,6 @@ class AudioBudget:
     through as aliases, and the model was trained on those; `soxr_hq` does not, and shows it other spectra."""
 
 
-# Engines' own defaults, used where a checkpoint's key is missing or null.
-_FALLBACKS: Final[Mapping[str, Any]] = {
-    "image_min_pixels": 4 * UNIT_PIXELS,
-    "image_max_pixels": 4096 * UNIT_PIXELS,
-    "video_min_pixels": 4 * UNIT_PIXELS,
-    "video_max_pixels": 4096 * UNIT_PIXELS,
-    "video_total_max_pixels": 16384 * UNIT_PIXELS,
-    "fps": 2.0,
-    "max_frames": 256,
-    "min_frames": 8,
-    "num_frames": None,
-    "audio_sampling_rate": 24_000,
-    "audio_nfft": 960,
-    "audio_window_size": 960,
-    "audio_hop_length": 240,
-    "audio_n_mels": 128,
-    "audio_fmin": 0,
-    "audio_fmax": None,
-    "audio_input_id_per_second": 25.0,
-    "audio_group_size": 4,
-    # Ours, not the published processor's.
-    "audio_resampler": "published",
-    "video_audio_interleave_length": 0.0,
-}
-# Values the arithmetic here is written for. A checkpoint that says otherwise is refused, not approximated.
-_REQUIRED: Final[Mapping[str, Any]] = {
-    "patch_size": PATCH_SIZE,
-    "merge_size": MERGE_SIZE,
-    "temporal_patch_size": TEMPORAL_PATCH_SIZE,
-    "temporal_compression_ratio": 1,
-    "use_video_timestamps": True,
-    "use_per_grid_t_timestamps": False,
-    "audio_stride_size": 2,
-    "audio_avg_pooler": 2,
-    "audio_group_size": 4,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class ProcessorConfig:
     """Everything that decides what `prepare` computes from given bytes."""
@@ -209,12 +170,10 @@ class ProcessorConfig:
         """
         section = config.get("processor_config")
         if not isinstance(section, Mapping):
-            raise ValueError(f"processor_config is {section!r}, allowed is an object")
-        for key, required in _REQUIRED.items():
-            found = section.get(key)
-            if found is not None and found != required:
-                raise ValueError(f"processor_config.{key} is {found!r}, allowed is {required!r}")
-        get = _Section(section)
+            raise ValueError(f"processor_config is {shown_value(section)}, allowed is an object")
+        get = ProcessorKeys(section)
+        get.check_required()
+        get.check_orders()
         return cls(
             image=ImageBudget(get.integer("image_min_pixels"), get.integer("image_max_pixels")),
             video=VideoBudget(
@@ -238,7 +197,7 @@ class ProcessorConfig:
                 tokens_per_s=get.number("audio_input_id_per_second") / get.integer("audio_group_size"),
                 resampler=get.resampler("audio_resampler"),
             ),
-            interleave_s=get.number("video_audio_interleave_length"),
+            interleave_s=get.interleave_s("video_audio_interleave_length"),
         )
 
     # Budgets are canonical: options that lead to the same pixels give equal budgets, hence equal keys.
@@ -341,48 +300,3 @@ def _lower_bound(name: str, option: int | None, default: int, ceiling: int) -> i
     if option > ceiling:
         raise MediaInvalid(f"{name} is {option}, allowed is at most {ceiling}", field=name)
     return option
-
-
-class _Section:
-    """Typed reads from a JSON object, with the fallbacks for missing and null keys."""
-
-    def __init__(self, values: Mapping[str, object]) -> None:
-        self._values = values
-
-    def _read(self, key: str) -> object:
-        found = self._values.get(key)
-        return _FALLBACKS[key] if found is None else found
-
-    def resampler(self, key: str) -> AudioResampler:
-        found = self._read(key)
-        if found == "published" or found == "soxr_hq":
-            return found
-        raise ValueError(f"processor_config.{key} is {found!r}, allowed is 'published' or 'soxr_hq'")
-
-    def optional_number(self, key: str) -> float | None:
-        found = self._read(key)
-        if found is None:
-            return None
-        if isinstance(found, bool) or not isinstance(found, int | float):
-            raise ValueError(f"processor_config.{key} is {found!r}, allowed is a number")
-        return float(found)
-
-    def number(self, key: str) -> float:
-        found = self.optional_number(key)
-        if found is None:
-            raise ValueError(f"processor_config.{key} is null, allowed is a number")
-        return found
-
-    def optional_integer(self, key: str) -> int | None:
-        found = self.optional_number(key)
-        if found is None:
-            return None
-        if found != int(found) or found < 0:
-            raise ValueError(f"processor_config.{key} is {found!r}, allowed is a whole number of 0 or more")
-        return int(found)
-
-    def integer(self, key: str) -> int:
-        found = self.optional_integer(key)
-        if found is None:
-            raise ValueError(f"processor_config.{key} is null, allowed is a whole number")
-        return found

@@ -19,6 +19,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from preprocess.ranges import Whole, shown_value
 from preprocess.types import MediaLayout, Modality
 
 
@@ -37,19 +38,20 @@ class MediaTokenIds:
     audio_end: int
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, object]) -> MediaTokenIds:
+    def from_hf(cls, config: Mapping[str, object], *, vocab_size: int = 2**24) -> MediaTokenIds:
         """Reads `processor_config` of a config.json, and its top level for a key that is absent there.
 
-        Raises ValueError naming the first key that is missing or no id.
+        Raises ValueError naming the first key that is missing or no id below `vocab_size`.
         """
+        allowed = Whole(0, vocab_size - 1)
         section = config.get("processor_config")
         nested: Mapping[str, object] = section if isinstance(section, Mapping) else {}
         ids: dict[str, int] = {}
         for name, key in _HF_KEYS.items():
             found = nested.get(key)
             found = config.get(key) if found is None else found
-            if isinstance(found, bool) or not isinstance(found, int) or found < 0:
-                raise ValueError(f"processor_config.{key} is {found!r}, allowed is a token id")
+            if not isinstance(found, int) or found not in allowed:
+                raise ValueError(f"processor_config.{key} is {shown_value(found)}, allowed is a token id, {allowed}")
             ids[name] = found
         return cls(**ids)
 

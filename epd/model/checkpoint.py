@@ -1,14 +1,18 @@
 """A checkpoint looked at without loading it: its inventory and, where weights are present, whether they match."""
 
-import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from encoder import TensorSpec, used_tokenizer_name
-from encoder.checkpoint import INDEX_FILE, CheckpointError, FileTensor, find_tensors
+from encoder.checkpoint import INDEX_FILE, CheckpointError, FileTensor, Scan, read_json_object, scan_tensors, shown
+from epd.model.config import TextConfig
 from epd.model.inventory import MTP_KEY, Inventory, QkvRows, stored_mtp_layers, take_inventory
+from preprocess.config import ProcessorConfig
+from preprocess.ranges import printable
+from preprocess.tokens import MediaTokenIds
 
 MtpSource = Literal["argument", "configuration", "weights", "family"]
 TOKENIZER_DIR = "audio_tokenizer"
@@ -16,16 +20,22 @@ TOKENIZER_DIR = "audio_tokenizer"
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """How headers differ from an inventory, each entry naming its tensor. `faults` are files that cannot be used."""
+    """How headers differ from an inventory, each entry naming its tensor.
+
+    `faults` are files that cannot be used; what the index puts into those is not counted as missing. `conflicts` are
+    files, or files and index, that contradict each other.
+    """
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     misshapen: list[str] = field(default_factory=list)
     wrong_dtype: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+    conflicts: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.misshapen or self.wrong_dtype or self.faults)
+        differences = self.missing, self.unexpected, self.misshapen, self.wrong_dtype
+        return any((*differences, self.faults, self.conflicts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +55,6 @@ class Inspection:
     stored_otherwise: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Files:
-    """The tensors of one directory by name, or why they cannot be read."""
-
-    tensors: dict[str, FileTensor] = field(default_factory=dict)
-    faults: list[str] = field(default_factory=list)
-
-    @property
-    def dtypes(self) -> dict[str, str]:
-        return {name: tensor.dtype for name, tensor in self.tensors.items()}
-
-
 def inspect_checkpoint(
     location: Path, *, num_mtp_layers: int | None = None, qkv_layout: QkvRows = "interleaved"
 ) -> Inspection:
@@ -66,14 +64,16 @@ def inspect_checkpoint(
     model family has. Reads configurations and headers only. Raises CheckpointError when the configuration cannot be
     read or is refused.
     """
-    directory = location if location.is_dir() else location.parent
-    config_hf = _read_json(directory / "config.json" if location.is_dir() else location)
+    is_directory = location.is_dir()
+    directory = location if is_directory else location.parent
+    config_hf = read_json_object(directory / "config.json" if is_directory else location)
     tokenizer_dir = directory / TOKENIZER_DIR
-    has_tokenizer = bool(config_hf.get("audio_config")) and (tokenizer_dir / "config.json").is_file()
-    tokenizer_hf = _read_json(tokenizer_dir / "config.json") if has_tokenizer else None
-    has_weights = location.is_dir() and ((directory / INDEX_FILE).is_file() or any(directory.glob("*.safetensors")))
-    main = _read_files(directory) if has_weights else _Files()
-    own = _read_files(tokenizer_dir, f"{TOKENIZER_DIR}/") if has_weights and has_tokenizer else _Files()
+    has_audio = bool(config_hf.get("audio_config"))
+    has_tokenizer = has_audio and os.path.lexists(tokenizer_dir / "config.json")
+    tokenizer_hf = read_json_object(tokenizer_dir / "config.json") if has_tokenizer else None
+    has_weights = is_directory and (os.path.lexists(directory / INDEX_FILE) or any(directory.glob("*.safetensors")))
+    main = _scan(directory) if has_weights else Scan()
+    own = _scan(tokenizer_dir, f"{TOKENIZER_DIR}/") if has_weights and has_tokenizer else Scan()
     used = {known: own.tensors[name] for name in own.tensors if (known := used_tokenizer_name(name)) is not None}
 
     source: MtpSource = "argument"
@@ -94,16 +94,16 @@ def inspect_checkpoint(
 
     try:
         published = taken({}, {})
+        _check_media(config_hf, published.config)
         if not has_weights:
             return Inspection(config_hf, published, source, None, Findings())
-        inventory = taken(main.dtypes, {known: tensor.dtype for known, tensor in used.items()})
+        inventory = taken(_dtypes(main.tensors), _dtypes(used))
     except ValueError as error:
-        raise CheckpointError(f"{location}: {error}") from error
-    faults = [*main.faults, *own.faults]
-    if config_hf.get("audio_config") and not has_tokenizer:
-        faults.append(f"{TOKENIZER_DIR}/config.json is missing, and the configuration has an audio tower")
+        raise CheckpointError(f"{printable(str(location))}: {error}") from error
     found = main.tensors | {f"{TOKENIZER_DIR}/{known}": tensor for known, tensor in used.items()}
-    findings = Findings(faults=faults) if faults else compare(_all(inventory), found)
+    findings = _findings(inventory, found, main, own)
+    if has_audio and not has_tokenizer:
+        findings.faults.append(f"{TOKENIZER_DIR}/config.json is missing, and the configuration has an audio tower")
     return Inspection(config_hf, inventory, source, found, findings, _differences(published.main, inventory.main))
 
 
@@ -122,13 +122,42 @@ def compare(expected: Iterable[TensorSpec], found: Mapping[str, FileTensor]) -> 
     return findings
 
 
-def _read_files(directory: Path, prefix: str = "") -> _Files:
+def _findings(inventory: Inventory, found: Mapping[str, FileTensor], main: Scan, own: Scan) -> Findings:
+    """Compare as much as can be: tensors of a file that cannot be read are not missing, the file is at fault."""
+    findings = compare(_all(inventory), found)
+    unread = main.unread | {f"{TOKENIZER_DIR}/{used_tokenizer_name(name)}" for name in own.unread}
+    for scan, is_own in ((main, False), (own, True)):
+        if not scan.knows_all:
+            unread |= {name for name in findings.missing if name.startswith(f"{TOKENIZER_DIR}/") is is_own}
+    missing = [name for name in findings.missing if name not in unread]
+    faults = [*main.faults, *(f"{TOKENIZER_DIR}/{fault}" for fault in own.faults)]
+    conflicts = [*main.conflicts, *(f"{TOKENIZER_DIR}/{conflict}" for conflict in own.conflicts)]
+    for scan, prefix in ((main, ""), (own, f"{TOKENIZER_DIR}/")):
+        promised = {prefix + name for names in scan.absent.values() for name in names}
+        if needless := sorted(promised - set(missing)):
+            conflicts.append(
+                f"{prefix}{INDEX_FILE} lists tensors that no file holds and nothing calls for: {shown(needless)}"
+            )
+    return replace(findings, missing=missing, faults=faults, conflicts=conflicts)
+
+
+def _check_media(config_hf: Mapping[str, object], config: TextConfig) -> None:
+    """What the gateway and the encoder read of the configuration besides the towers. Raises ValueError."""
+    if config_hf.get("processor_config") is None:
+        return
+    ProcessorConfig.from_hf(config_hf)
+    MediaTokenIds.from_hf(config_hf, vocab_size=config.vocab_size)
+
+
+def _scan(directory: Path, prefix: str = "") -> Scan:
     try:
-        return _Files(find_tensors(directory, lambda name: True))
+        return scan_tensors(directory, lambda name: True)
     except CheckpointError as error:
-        # Of several lines the first says what the others are, which begin with file names.
-        headline, *faults = str(error).splitlines()
-        return _Files(faults=[f"{prefix}{fault}" for fault in faults] or [headline])
+        return Scan(faults=[f"{error}".removeprefix(f"{directory.parent}/")], knows_all=False)
+
+
+def _dtypes(tensors: Mapping[str, FileTensor]) -> dict[str, str]:
+    return {name: tensor.dtype for name, tensor in tensors.items()}
 
 
 def _all(inventory: Inventory) -> list[TensorSpec]:
@@ -143,15 +172,3 @@ def _differences(published: Iterable[TensorSpec], stored: Iterable[TensorSpec]) 
         for spec in stored
         if spec.name in dtypes and dtypes[spec.name] != spec.dtype
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing; a checkpoint is a directory with config.json, or that file alone")
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON ({error}); download it again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no JSON object; download it again")
-    return content

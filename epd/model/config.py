@@ -10,6 +10,8 @@ from typing import Literal
 
 from epd.kernels.base import AttentionSpec
 from epd.model.config_keys import ConfigError, ConfigKeys
+from epd.model.config_ranges import MAX_EXPERTS_IN_ALL, TEXT_RANGES
+from preprocess.ranges import Whole, shown_value
 
 __all__ = ["ConfigError", "LayerConfig", "MoeConfig", "TextConfig"]
 
@@ -149,7 +151,7 @@ class TextConfig:
             replace(window if pattern[i] else full, index=i, is_moe=bool(is_moe[i])) for i in range(num_layers)
         )
         return cls(
-            vocab_size=keys.integer("vocab_size"),
+            vocab_size=(vocab_size := keys.integer("vocab_size")),
             hidden_size=keys.integer("hidden_size"),
             intermediate_size=keys.integer("intermediate_size"),
             rms_norm_eps=keys.number("layernorm_epsilon"),
@@ -157,9 +159,9 @@ class TextConfig:
             max_position_embeddings=keys.integer("max_position_embeddings"),
             layers=layers,
             window_layer=window,
-            moe=_moe(keys),
-            eos_token_ids=_eos_token_ids(keys),
-            pad_token_id=keys.optional_integer("pad_token_id"),
+            moe=_moe(keys, num_layers=sum(is_moe)),
+            eos_token_ids=_eos_token_ids(keys, vocab_size),
+            pad_token_id=_pad_token_id(keys, vocab_size),
             projection_layout=layout,
             num_qkv_shards=full.num_kv_heads,
             quant_block=_quant_block(keys),
@@ -177,7 +179,7 @@ class TextConfig:
         _refuse_rope_scaling(keys)
         layer = _llama_layer(keys)
         return cls(
-            vocab_size=keys.integer("vocab_size"),
+            vocab_size=(vocab_size := keys.integer("vocab_size")),
             hidden_size=keys.integer("hidden_size"),
             intermediate_size=keys.integer("intermediate_size"),
             rms_norm_eps=keys.number("rms_norm_eps"),
@@ -186,8 +188,8 @@ class TextConfig:
             layers=tuple(replace(layer, index=i) for i in range(keys.integer("num_hidden_layers"))),
             window_layer=None,
             moe=None,
-            eos_token_ids=_eos_token_ids(keys),
-            pad_token_id=keys.optional_integer("pad_token_id"),
+            eos_token_ids=_eos_token_ids(keys, vocab_size),
+            pad_token_id=_pad_token_id(keys, vocab_size),
             projection_layout="split",
             num_qkv_shards=layer.num_kv_heads,
             quant_block=_quant_block(keys),
@@ -203,9 +205,11 @@ def _family(keys: ConfigKeys) -> Family:
     model_type = keys.one_of("model_type", (None, *_MODEL_TYPES))
     if isinstance(model_type, str):
         named.add(_MODEL_TYPES[model_type])
-    architectures = keys.get("architectures") or []
-    if not isinstance(architectures, (list, tuple)) or any(name not in _ARCHITECTURES for name in architectures):
-        raise ConfigError(f"architectures: {architectures!r} is not implemented, allowed are {tuple(_ARCHITECTURES)}")
+    architectures = [] if (found := keys.get("architectures")) is None else found
+    if not isinstance(architectures, (list, tuple)) or any(name not in tuple(_ARCHITECTURES) for name in architectures):
+        raise ConfigError(
+            f"architectures: {shown_value(found)} is not implemented, allowed are {tuple(_ARCHITECTURES)}"
+        )
     named.update(_ARCHITECTURES[name] for name in architectures)
     if len(named) > 1:
         raise ConfigError(f"architectures: {architectures!r} does not belong to model_type {model_type!r}")
@@ -226,15 +230,17 @@ def _refuse_rope_scaling(keys: ConfigKeys) -> None:
     if isinstance(scaling, Mapping):
         kind = scaling.get("rope_type", scaling.get("type"))
         if kind != "default":
-            raise ConfigError(f"rope_scaling: type {kind!r} is not implemented, allowed are ('default', None)")
+            raise ConfigError(
+                f"rope_scaling: type {shown_value(kind)} is not implemented, allowed are ('default', None)"
+            )
     elif scaling is not None:
-        raise ConfigError(f"rope_scaling: expected an object or null, got {scaling!r}")
+        raise keys.refusal("rope_scaling", scaling, "an object or null")
 
 
 def _window_left(keys: ConfigKeys) -> int:
     sizes = {key: keys.integer(key) for key in ("sliding_window", "sliding_window_size") if keys.get(key) is not None}
     if not sizes:
-        raise ConfigError("sliding_window: expected an integer, got None")
+        raise keys.refusal("sliding_window", None, TEXT_RANGES["sliding_window"])
     if len(set(sizes.values())) > 1:
         raise ConfigError(f"sliding_window: disagrees with its duplicate, {sizes}")
     return next(iter(sizes.values())) - 1
@@ -250,8 +256,10 @@ def _layer(keys: ConfigKeys, prefix: str, *, window_left: int | None) -> LayerCo
     is_window = window_left is not None
     # A truncation by definition: 192 * 0.334 = 64.128 means 64.
     rotary_dim = int(qk_dim * keys.number("partial_rotary_factor", default=1.0))
-    if rotary_dim % 2:
-        raise ConfigError(f"partial_rotary_factor: gives an odd rotary width, {rotary_dim} of {qk_dim}")
+    if rotary_dim % 2 or rotary_dim < 2:
+        raise ConfigError(
+            f"partial_rotary_factor: makes {rotary_dim} of {qk_dim} channels rotary, expected a positive even number"
+        )
     return LayerConfig(
         index=0,
         is_window=is_window,
@@ -270,19 +278,20 @@ def _layer(keys: ConfigKeys, prefix: str, *, window_left: int | None) -> LayerCo
 def _llama_layer(keys: ConfigKeys) -> LayerConfig:
     """Every layer alike: full attention, one width for keys and values, rotary over the whole head."""
     num_heads, width = keys.integer("num_attention_heads"), keys.integer("hidden_size")
-    num_kv_heads = keys.optional_integer("num_key_value_heads") or num_heads
+    num_kv_heads = _given(keys.optional_integer("num_key_value_heads"), num_heads)
     if num_heads % num_kv_heads:
         raise ConfigError(f"num_key_value_heads: {num_kv_heads} does not divide {num_heads} query heads")
-    head_dim = keys.optional_integer("head_dim") or width // num_heads
-    if head_dim % 2:
-        raise ConfigError(f"head_dim: {head_dim} is odd, rotary embedding takes channels in pairs")
+    head_dim = _given(keys.optional_integer("head_dim"), width // num_heads)
+    if head_dim % 2 or head_dim < 2:
+        raise ConfigError(
+            f"head_dim: {head_dim} (of hidden_size {width} in {num_heads} heads), expected an even number: rotary "
+            "embedding takes channels in pairs"
+        )
     keys.one_of("partial_rotary_factor", (None, 1.0))
     # Newer files keep theta and kind together under another name.
-    rope = keys.get("rope_parameters")
-    if rope is not None and not isinstance(rope, Mapping):
-        raise ConfigError(f"rope_parameters: expected an object, got {rope!r}")
-    if rope is not None and rope.get("rope_type", "default") != "default":
-        raise ConfigError(f"rope_parameters: rope_type {rope['rope_type']!r} is not implemented, allowed is 'default'")
+    rope = keys.section("rope_parameters")
+    if rope is not None:
+        rope.one_of("rope_type", (None, "default"))
     return LayerConfig(
         index=0,
         is_window=False,
@@ -291,27 +300,32 @@ def _llama_layer(keys: ConfigKeys) -> LayerConfig:
         num_kv_heads=num_kv_heads,
         qk_dim=head_dim,
         v_dim=head_dim,
-        rope_theta=(keys if rope is None else ConfigKeys(rope)).number("rope_theta"),
+        rope_theta=(keys if rope is None else rope).number("rope_theta"),
         rotary_dim=head_dim,
         has_sink=False,
         is_moe=False,
     )
 
 
-def _moe(keys: ConfigKeys) -> MoeConfig:
+def _given(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _moe(keys: ConfigKeys, *, num_layers: int) -> MoeConfig:
     num_experts = keys.integer("n_routed_experts")
+    if num_experts * num_layers > MAX_EXPERTS_IN_ALL:
+        raise ConfigError(
+            f"n_routed_experts: expected at most {MAX_EXPERTS_IN_ALL // num_layers:,} in each of {num_layers} layers, "
+            f"got {num_experts}"
+        )
     num_experts_per_token = keys.integer("num_experts_per_tok")
-    num_groups = keys.optional_integer("n_group") or 1
-    num_groups_per_token = keys.optional_integer("topk_group") or 1
+    num_groups = _given(keys.optional_integer("n_group"), 1)
+    num_groups_per_token = _given(keys.optional_integer("topk_group"), 1)
     if num_experts % num_groups or num_groups_per_token > num_groups:
         raise ConfigError(f"n_group: {num_experts} experts in {num_groups} groups, {num_groups_per_token} per token")
     if num_experts_per_token > num_experts // num_groups * num_groups_per_token:
         raise ConfigError(f"num_experts_per_tok: {num_experts_per_token} is more than the experts a token may choose")
-    router_dtype = keys.get("moe_router_dtype")
-    if router_dtype is None:
-        router_dtype = "float32"
-    if router_dtype not in ("float32", "bfloat16"):
-        raise ConfigError(f"moe_router_dtype: {router_dtype!r} is not implemented, allowed are float32, bfloat16")
+    router_dtype = keys.one_of("moe_router_dtype", (None, "float32", "bfloat16"))
     return MoeConfig(
         num_experts=num_experts,
         num_experts_per_token=num_experts_per_token,
@@ -329,42 +343,45 @@ def _projection_layout(keys: ConfigKeys) -> ProjectionLayout:
     return "fused_qkv" if layout == "fused_qkv" else "split"
 
 
-def _quantization(keys: ConfigKeys) -> Mapping[str, object] | None:
-    quantization = keys.get("quantization_config")
-    if quantization is not None and not isinstance(quantization, Mapping):
-        raise ConfigError(f"quantization_config: expected an object, got {quantization!r}")
-    return quantization
-
-
 def _mxfp4_block(keys: ConfigKeys) -> int | None:
-    quantization = _quantization(keys)
+    quantization = keys.section("quantization_config")
     if quantization is None or quantization.get("store_dtype") != "mxfp4":
         return None
-    block = 32 if quantization.get("mxfp4_block_size") is None else quantization["mxfp4_block_size"]
-    if not isinstance(block, int) or isinstance(block, bool) or block <= 0 or block % 2:
-        raise ConfigError(f"quantization_config.mxfp4_block_size: expected a positive even integer, got {block!r}")
+    block = _given(quantization.optional_integer("mxfp4_block_size"), 32)
+    if block % 2:
+        raise quantization.refusal("mxfp4_block_size", block, "an even number")
     return block
 
 
 def _quant_block(keys: ConfigKeys) -> tuple[int, int] | None:
-    quantization = _quantization(keys)
+    quantization = keys.section("quantization_config")
     if quantization is None:
         return None
-    nested = ConfigKeys(quantization)
-    nested.one_of("quant_method", ("fp8",))
-    nested.one_of("store_dtype", (None, "fp8", "mxfp4"))
-    nested.one_of("fmt", (None, "e4m3"))
-    block = quantization.get("weight_block_size")
-    if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(isinstance(b, int) and b > 0 for b in block):
-        raise ConfigError(f"quantization_config.weight_block_size: expected two positive integers, got {block!r}")
+    quantization.one_of("quant_method", ("fp8",))
+    quantization.one_of("store_dtype", (None, "fp8", "mxfp4"))
+    quantization.one_of("fmt", (None, "e4m3"))
+    block, allowed = quantization.get("weight_block_size"), TEXT_RANGES["weight_block_size"]
+    if not isinstance(block, (list, tuple)) or len(block) != 2 or any(size not in allowed for size in block):
+        raise quantization.refusal("weight_block_size", block, f"a list of two, each {allowed}")
     return block[0], block[1]
 
 
-def _eos_token_ids(keys: ConfigKeys) -> tuple[int, ...]:
+def _eos_token_ids(keys: ConfigKeys, vocab_size: int) -> tuple[int, ...]:
     value = keys.get("eos_token_id")
     if value is None:
         return ()
-    values = value if isinstance(value, (list, tuple)) else [value]
-    if not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
-        raise ConfigError(f"eos_token_id: expected an integer or a list of integers, got {value!r}")
+    values, allowed = value if isinstance(value, (list, tuple)) else [value], Whole(0, vocab_size - 1)
+    if any(v not in allowed for v in values):
+        raise keys.refusal("eos_token_id", value, f"{allowed} (vocab_size is {vocab_size:,}), or a list of such")
     return tuple(values)
+
+
+def _pad_token_id(keys: ConfigKeys, vocab_size: int) -> int | None:
+    """Some files say -1 for none."""
+    value = keys.get("pad_token_id")
+    if value is None or value == -1:
+        return None
+    allowed = Whole(0, vocab_size - 1)
+    if not isinstance(value, int) or value not in allowed:
+        raise keys.refusal("pad_token_id", value, f"{allowed} (vocab_size is {vocab_size:,}), -1 or null")
+    return value

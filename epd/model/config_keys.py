@@ -1,6 +1,9 @@
-"""Typed reads of a parsed `config.json` whose failures name the key."""
+"""Typed reads of a parsed `config.json` whose failures name the key, its value and what is allowed."""
 
 from collections.abc import Mapping
+
+from epd.model.config_ranges import TEXT_RANGES
+from preprocess.ranges import Range, shown_value
 
 
 class ConfigError(ValueError):
@@ -8,18 +11,22 @@ class ConfigError(ValueError):
 
 
 class ConfigKeys:
-    """Typed reads of a mapping that name the key when they fail. JSON null counts as absent."""
+    """Typed reads of a mapping that name the key when they fail. JSON null counts as absent.
 
-    def __init__(self, config: Mapping[str, object]) -> None:
+    Every number that is read has its range in `TEXT_RANGES`. `section` is where the mapping lies in the file.
+    """
+
+    def __init__(self, config: Mapping[str, object], section: str = "") -> None:
         self._config = config
+        self._prefix = f"{section}." if section else ""
 
     def get(self, key: str) -> object:
         return self._config.get(key)
 
     def integer(self, key: str) -> int:
         value = self._config.get(key)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ConfigError(f"{key}: expected an integer, got {value!r}")
+        if not isinstance(value, int) or value not in TEXT_RANGES[key]:
+            raise self.refusal(key, value, TEXT_RANGES[key])
         return value
 
     def optional_integer(self, key: str) -> int | None:
@@ -29,24 +36,40 @@ class ConfigKeys:
         value = self._config.get(key)
         if value is None and default is not None:
             return default
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise ConfigError(f"{key}: expected a number, got {value!r}")
+        if not isinstance(value, (int, float)) or value not in TEXT_RANGES[key]:
+            raise self.refusal(key, value, TEXT_RANGES[key])
         return float(value)
 
     def flag(self, key: str) -> bool:
         value = self._config.get(key)
         if not isinstance(value, bool):
-            raise ConfigError(f"{key}: expected true or false, got {value!r}")
+            raise self.refusal(key, value, "true or false")
         return value
 
     def integers(self, key: str, *, length: int, allowed: tuple[int, ...]) -> list[int]:
         value = self._config.get(key)
-        if not isinstance(value, (list, tuple)) or len(value) != length or any(v not in allowed for v in value):
-            raise ConfigError(f"{key}: expected a list of {length} values out of {allowed}, got {value!r}")
-        return [int(v) for v in value]
+        values: list[object] = list(value) if isinstance(value, (list, tuple)) else []
+        found = [v for v in values if isinstance(v, int) and not isinstance(v, bool) and v in allowed]
+        if len(found) != length or len(values) != length:
+            raise self.refusal(key, value, f"a list of {length} values out of {allowed}")
+        return found
 
     def one_of(self, key: str, allowed: tuple[object, ...]) -> object:
         value = self._config.get(key)
-        if value not in allowed:
-            raise ConfigError(f"{key}: {value!r} is not implemented, allowed are {allowed}")
+        # By kind as well: true is not 1, 0 is not false.
+        if not any(type(value) is type(choice) and value == choice for choice in allowed):
+            raise ConfigError(f"{self._prefix}{key}: {shown_value(value)} is not implemented, allowed are {allowed}")
         return value
+
+    def section(self, key: str) -> "ConfigKeys | None":
+        """An object inside this one, None where it is absent."""
+        value = self._config.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise self.refusal(key, value, "an object or null")
+        return ConfigKeys(value, f"{self._prefix}{key}")
+
+    def refusal(self, key: str, value: object, allowed: Range | str) -> ConfigError:
+        """What to raise about a value."""
+        return ConfigError(f"{self._prefix}{key}: expected {allowed}, got {shown_value(value)}")

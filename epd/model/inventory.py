@@ -11,6 +11,9 @@ from typing import Literal, cast
 from encoder import Part, StoredDtype, TensorSpec, audio_encoder_tensors, audio_tokenizer_tensors, vision_tensors
 from encoder.config import AudioConfig, AudioTokenizerConfig, VisionConfig
 from epd.model.config import ConfigError, LayerConfig, MoeConfig, TextConfig
+from epd.model.config_keys import ConfigKeys
+from epd.model.config_ranges import MAX_MTP_LAYERS
+from preprocess.ranges import shown_value
 
 QkvRows = Literal["interleaved", "plain"]
 
@@ -144,23 +147,23 @@ def take_inventory(
     """
     config = TextConfig.from_hf(config_hf)
     num_mtp_layers = mtp_layers_of(config_hf) if num_mtp_layers is None else num_mtp_layers
+    if num_mtp_layers > MAX_MTP_LAYERS:
+        raise ConfigError(f"{MTP_KEY}: {num_mtp_layers:,} draft heads, expected at most {MAX_MTP_LAYERS}")
     storage = replace(_storage(config_hf, config), interleaved=qkv_layout == "interleaved", stored=stored or {})
     tokenizer: list[TensorSpec] = []
     if audio_tokenizer_hf is not None:
         own = replace(storage, stored=stored_audio_tokenizer or {})
         specs = audio_tokenizer_tensors(AudioTokenizerConfig.from_hf(audio_tokenizer_hf))
         tokenizer = [own.vector(spec.name, spec.part, *spec.shape) for spec in specs]
-    main = (*_text_tensors(config, storage, num_mtp_layers), *_tower_tensors(config_hf, storage))
+    main = (*_text_tensors(config, storage, num_mtp_layers), *_tower_tensors(config_hf, storage, config.hidden_size))
     return Inventory(config, num_mtp_layers, main, tuple(tokenizer))
 
 
 def mtp_layers_of(config_hf: Mapping[str, object]) -> int:
     """Return the number of draft heads: `num_mtp_layers` where a configuration has it, else what the family has."""
-    given = config_hf.get(MTP_KEY)
+    given = ConfigKeys(config_hf).optional_integer(MTP_KEY)
     if given is None:
         return _FAMILY_MTP_LAYERS if config_hf.get("model_type") in _FAMILY else 0
-    if not isinstance(given, int) or isinstance(given, bool) or given < 0:
-        raise ConfigError(f"{MTP_KEY}: expected an integer of 0 or more, got {given!r}")
     return given
 
 
@@ -171,20 +174,17 @@ def stored_mtp_layers(names: Iterable[str]) -> int:
 
 
 def _storage(config_hf: Mapping[str, object], config: TextConfig) -> Storage:
-    named = config_hf.get("torch_dtype") or config_hf.get("dtype") or "bfloat16"
-    if named not in _TORCH_DTYPES:
-        raise ConfigError(
-            f"torch_dtype: {named!r} is not implemented, allowed are {', '.join(map(str, _TORCH_DTYPES))}"
-        )
-    quantization = config_hf.get("quantization_config") or {}
-    ignored = quantization.get("ignored_layers") or () if isinstance(quantization, Mapping) else ()
-    if not isinstance(ignored, (list, tuple)):
-        raise ConfigError(f"quantization_config.ignored_layers: expected a list, got {ignored!r}")
+    keys = ConfigKeys(config_hf)
+    named = [keys.one_of(key, (None, *_TORCH_DTYPES)) for key in ("torch_dtype", "dtype")]
+    quantization = keys.section("quantization_config")
+    ignored = (None if quantization is None else quantization.get("ignored_layers")) or ()
+    if not isinstance(ignored, (list, tuple)) or not all(isinstance(name, str) for name in ignored):
+        raise ConfigError(f"quantization_config.ignored_layers: expected a list of names, got {shown_value(ignored)}")
     return Storage(
-        plain=_TORCH_DTYPES[named],
+        plain=_TORCH_DTYPES[named[0] or named[1] or "bfloat16"],
         block=config.quant_block,
         mxfp4_block=config.mxfp4_block,
-        ignored=frozenset(map(str, ignored)),
+        ignored=frozenset(ignored),
     )
 
 
@@ -249,19 +249,29 @@ def _swiglu(
         yield from storage.matrix(f"{prefix}.{kind}_proj.weight", part, rows, columns, published=published)
 
 
-def _tower_tensors(config_hf: Mapping[str, object], storage: Storage) -> Iterator[TensorSpec]:
+def _tower_tensors(config_hf: Mapping[str, object], storage: Storage, width: int) -> Iterator[TensorSpec]:
+    """`width` is that of the text model, which every tower's rows must have."""
     specs: list[TensorSpec] = []
     if vision := _section(config_hf, "vision_config"):
         merger_bias = "visual.merger.mlp.0.bias" in storage.stored
-        specs += vision_tensors(replace(VisionConfig.from_hf(vision), merger_bias=merger_bias), storage.plain)
+        tower = replace(VisionConfig.from_hf(vision), merger_bias=merger_bias)
+        _require_width("vision_config", tower.out_hidden_size, width)
+        specs += vision_tensors(tower, storage.plain)
     if audio := _section(config_hf, "audio_config"):
-        specs += audio_encoder_tensors(AudioConfig.from_hf(audio), storage.plain)
+        encoder = AudioConfig.from_hf(audio)
+        _require_width("audio_config", encoder.out_hidden_size, width)
+        specs += audio_encoder_tensors(encoder, storage.plain)
     for spec in specs:
         yield storage.vector(spec.name, spec.part, *spec.shape)
+
+
+def _require_width(section: str, found: int, width: int) -> None:
+    if found != width:
+        raise ConfigError(f"{section}.out_hidden_size: expected {width}, the hidden_size of the model, got {found}")
 
 
 def _section(config_hf: Mapping[str, object], key: str) -> Mapping[str, object] | None:
     section = config_hf.get(key)
     if section is not None and not isinstance(section, Mapping):
-        raise ConfigError(f"{key}: expected an object or null, got {section!r}")
+        raise ConfigError(f"{key}: expected an object or null, got {shown_value(section)}")
     return section or None

@@ -87,10 +87,10 @@ def test_all_faults_of_an_index_are_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as raised:
         find_tensors(tmp_path, everything)
     assert str(raised.value).splitlines()[1:] == [
-        f"a.safetensors lacks gone, which {INDEX_FILE} says it holds",
-        "twice is in a.safetensors and in b.safetensors",
         "c.safetensors is not a safetensors file (10 bytes)",
         f"d.safetensors is missing: {INDEX_FILE} says it holds u, w",
+        "twice is in a.safetensors and in b.safetensors",
+        f"a.safetensors lacks gone, which {INDEX_FILE} says it holds",
     ]
     # Files with nothing wanted are never looked at.
     assert list(find_tensors(tmp_path, lambda name: name == "y")) == ["y"]

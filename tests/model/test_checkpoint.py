@@ -149,7 +149,9 @@ def test_towers_and_the_audio_tokenizer(tmp_path: Path) -> None:
     ]
     (model_dir / "audio_tokenizer").mkdir()
     (model_dir / "audio_tokenizer" / "config.json").write_text(json.dumps(TINY_TOKENIZER))
-    assert inspect_checkpoint(model_dir).findings.faults == ["audio_tokenizer has no .safetensors file"]
+    assert inspect_checkpoint(model_dir).findings.faults == [
+        "audio_tokenizer/*.safetensors is missing: audio_tokenizer has no .safetensors file"
+    ]
 
 
 def test_draft_heads_are_those_of_the_argument_the_configuration_the_weights_or_the_family(tmp_path: Path) -> None:
