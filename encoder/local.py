@@ -1,39 +1,58 @@
-"""Encoding without a server: the same preparation and the same runner, hence the same bytes, in one call."""
+"""Encoding without a server: the same passage through the same decoders and the same runner, hence the same bytes."""
 
+import asyncio
 import json
-from dataclasses import replace
+import threading
+import time
+import weakref
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from encoder.config import EncoderConfig
+from encoder.errors import TowerFailed
 from encoder.fingerprint import checkpoint_fingerprint
-from encoder.runner import TowerJob, TowerRunner
+from encoder.passage import Arrival, Passage, Works
+from encoder.runner import TowerRunner
+from encoder.tower_queue import TowerQueue
 from preprocess.config import ProcessorConfig
 from preprocess.errors import MediaUnsupported
 from preprocess.keys import media_key
-from preprocess.pipeline import prepare
+from preprocess.pool import DecodePool
 from preprocess.types import MediaKey, MediaLayout, MediaOptions, Modality
+
+# Nobody waits at the other end: a film may take as long as it takes.
+_MAX_ITEM_S: Final = 7 * 24 * 3600.0
 
 
 class LocalEncoder:
-    """The towers of one checkpoint for synchronous callers. `threads` replaces `tower_threads` of the config."""
+    """The towers of one checkpoint for synchronous callers. `threads` replaces `tower_threads` of the config.
+
+    Any number of threads may call `encode` at once; then the next medium is decoded while the tower works on this one,
+    `decode_threads` of them at a time.
+    """
 
     def __init__(self, model_dir: Path, config: EncoderConfig | None = None, *, threads: int | None = None) -> None:
         """Raises CheckpointError or ValueError for a directory that is not a checkpoint with towers."""
-        config = config or EncoderConfig()
-        self._config = config if threads is None else replace(config, tower_threads=threads)
+        config = replace(config or EncoderConfig(), max_item_s=_MAX_ITEM_S)
+        config = config if threads is None else replace(config, tower_threads=threads)
         self._processor = ProcessorConfig.from_hf(json.loads((model_dir / "config.json").read_text()))
         self._fingerprint = checkpoint_fingerprint(model_dir)
-        self._runner = TowerRunner.load(model_dir, self._config)
+        self._runner = TowerRunner.load(model_dir, config)
+        plant = _Plant(config, self._runner, self._processor)
+        self._plant = plant
+        # For those who forget to close it: a loop that is still at work when the interpreter ends complains.
+        self._closing = weakref.finalize(self, plant.close)
 
     def encode(
         self, content: bytes, modality: Modality, options: MediaOptions | None = None
     ) -> tuple[MediaLayout, NDArray[np.float32], MediaKey]:
         """Layout, rows `[num_rows, width]` (bfloat16 towers widened, which is exact) and key of one medium.
 
-        Raises MediaError for bad media, TowerFailed.
+        Memory is the rows and a few parts, however long a video is. Raises MediaError for bad media, TowerFailed.
         """
         options = options or MediaOptions()
         if modality not in self._runner.modalities:
@@ -45,17 +64,101 @@ class LocalEncoder:
             processor=self._processor,
             tower_fingerprint=self._fingerprint,
         )
-        prepared = prepare(content, modality=modality, options=options, config=self._processor, key=key)
-        num_rows = prepared.layout.num_rows
-        buffer = bytearray(num_rows * self._runner.row_bytes)
-        outcome = self._runner.run_sync([TowerJob(prepared, memoryview(buffer))])[0]
-        if isinstance(outcome, Exception):
-            raise outcome
-        return prepared.layout, _as_float32(buffer, self._runner.dtype).reshape(num_rows, -1), key
+        passage = Passage(self._plant.works, content, modality=modality, options=options, key=key)
+        arrival = self._plant.run(passage)
+        rows = _as_float32(arrival.place.content, self._runner.dtype)
+        return arrival.layout, rows.reshape(arrival.layout.num_rows, -1), key
 
     def close(self) -> None:
-        """End the tower thread."""
+        """End the threads, and what they are at."""
+        self._closing()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Buffer:
+    """Memory of the process, for one medium."""
+
+    content: bytearray
+
+    @property
+    def destination(self) -> memoryview:
+        return memoryview(self.content)
+
+
+class _Memory:
+    """A room that is never full."""
+
+    def __init__(self, row_bytes: int) -> None:
+        self._row_bytes = row_bytes
+
+    def try_reserve(self, key: MediaKey, num_rows: int) -> _Buffer:
+        return _Buffer(bytearray(num_rows * self._row_bytes))
+
+    async def reserve(self, key: MediaKey, num_rows: int) -> _Buffer:
+        return self.try_reserve(key, num_rows)
+
+    def abandon(self, buffer: _Buffer, /) -> None:
+        """The memory goes with the object."""
+
+
+class _Plant:
+    """An event loop in a thread of its own, and on it what media pass through."""
+
+    def __init__(self, config: EncoderConfig, runner: TowerRunner, processor: ProcessorConfig) -> None:
+        self._runner = runner
+        self._pool = DecodePool(config.decode_settings)
+        self._tower = TowerQueue(config, runner, time.monotonic)
+        self.works: Works[_Buffer] = Works(
+            processor=processor,
+            pool=self._pool,
+            tower=self._tower,
+            room=_Memory(runner.row_bytes),
+            decoders=asyncio.Semaphore(config.decode_threads),
+            raw=config.sends_pixels,
+            clock=time.monotonic,
+        )
+        self._loop = asyncio.new_event_loop()
+        self._passing: set[asyncio.Task[Arrival[_Buffer]]] = set()
+        self._batches: asyncio.Task[None] | None = None
+        self._thread = threading.Thread(target=self._loop.run_forever, name="local-encoder", daemon=True)
+        self._thread.start()
+
+    def run(self, passage: Passage[_Buffer]) -> Arrival[_Buffer]:
+        """From any thread. Raises MediaError, TowerFailed."""
+        return asyncio.run_coroutine_threadsafe(self._run(passage), self._loop).result()
+
+    async def _run(self, passage: Passage[_Buffer]) -> Arrival[_Buffer]:
+        if self._batches is None:
+            self._batches = asyncio.create_task(self._tower.run())
+        passing = asyncio.create_task(passage.run(lambda: None))
+        self._passing.add(passing)
+        try:
+            await asyncio.wait({passing, self._batches}, return_when=asyncio.FIRST_COMPLETED)
+            if passing.done():
+                return passing.result()
+            error = self._batches.exception()
+            raise TowerFailed(f"the tower's queue has ended: {error}") from error
+        finally:
+            passing.cancel()
+            self._passing.discard(passing)
+
+    def close(self) -> None:
+        """Gives up what is under way and ends all threads."""
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._pool.close()
         self._runner.close()
+
+    async def _stop(self) -> None:
+        for passing in list(self._passing):
+            passing.cancel()
+        if self._passing:
+            await asyncio.wait(self._passing)
+        if self._batches is not None:
+            self._batches.cancel()
+            await asyncio.gather(self._batches, return_exceptions=True)
 
 
 def _as_float32(buffer: bytearray, dtype: str) -> NDArray[np.float32]:

@@ -23,14 +23,15 @@ from encoder.fingerprint import checkpoint_fingerprint
 from encoder.links import ZmqEndpoint
 from encoder.runner import TowerRunner
 from encoder.server import EncoderServer, Replica
-from preprocess.config import DecodeSettings, ProcessorConfig
+from preprocess.config import ProcessorConfig
+from preprocess.errors import DecoderUnavailable
 from preprocess.pool import DecodePool
 
 logger = logging.getLogger(__name__)
 
 _EXIT_REFUSED = 2
 # What `open_server` raises about settings and checkpoints; CheckpointError is a ValueError.
-_REFUSALS = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError)
+_REFUSALS = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError, DecoderUnavailable)
 
 
 @contextmanager
@@ -38,25 +39,26 @@ def open_server(config: EncoderConfig, *, model_dir: Path, name: str, arena: str
     """An encoder server with everything it needs; the caller starts and stops it on its loop.
 
     The arena's name gets the incarnation as a suffix, so that a reader never takes a new process's segment for the old
-    one; segments that dead processes left under `arena` are removed. Raises CheckpointError, ArenaUnavailable.
+    one; segments that dead processes left under `arena` are removed. Raises CheckpointError, ArenaUnavailable,
+    DecoderUnavailable where decoders cannot be isolated in processes.
     """
     incarnation = uuid.uuid4().hex[:12]
     processor = ProcessorConfig.from_hf(json.loads((model_dir / "config.json").read_text()))
     replica = Replica(name=name, incarnation=incarnation, fingerprint=checkpoint_fingerprint(model_dir))
     for stale in SHM_DIR.glob(f"{arena}.*"):
         stale.unlink(missing_ok=True)
-    runner = TowerRunner.load(model_dir, config)
-    segment = Arena(f"{arena}.{incarnation}", size_bytes=config.arena_bytes, page_bytes=config.page_bytes)
-    store = EmbeddingStore(
-        segment, CacheIndex(incarnation), width=runner.width, dtype=runner.dtype, row_bytes=runner.row_bytes
-    )
-    pool = DecodePool(DecodeSettings(num_threads=config.decode_threads))
-    try:
+    with contextlib.ExitStack() as stack:
+        # First: its processes, if there are any, start while the towers are loaded.
+        pool = DecodePool(config.decode_settings)
+        stack.callback(pool.close)
+        runner = TowerRunner.load(model_dir, config)
+        stack.callback(runner.close)
+        segment = Arena(f"{arena}.{incarnation}", size_bytes=config.arena_bytes, page_bytes=config.page_bytes)
+        store = EmbeddingStore(
+            segment, CacheIndex(incarnation), width=runner.width, dtype=runner.dtype, row_bytes=runner.row_bytes
+        )
+        stack.callback(store.close)
         yield EncoderServer(config, replica=replica, runner=runner, store=store, pool=pool, processor=processor)
-    finally:
-        pool.close()
-        runner.close()
-        store.close()
 
 
 async def serve(server: EncoderServer, address: str, stop: asyncio.Event) -> None:

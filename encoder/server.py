@@ -4,7 +4,8 @@
                           | no
                        same key in flight? --yes--> wait with the others
                           | no
-                       flight: prepare (decode threads) -> reserve -> batcher -> tower thread -> publish -> reply to all
+                       flight: open -> reserve -> decode -> batcher -> tower thread -> publish -> reply to all
+                                                    '--- part by part ---'            (see `encoder.passage`)
 
 Everything here runs on one event loop and never waits on it; decoding and towers have threads of their own. Every
 admitted request gets exactly one reply. Messages come from any transport: `handle` takes the message, its tensors and a
@@ -20,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from encoder.cache.room import RoomQueue
-from encoder.cache.store import EmbeddingStore
+from encoder.cache.store import EmbeddingStore, Reservation
 from encoder.config import EncoderConfig
 from encoder.errors import (
     DuplicateRequest,
@@ -30,12 +31,12 @@ from encoder.errors import (
     EncoderError,
     EncoderUnavailable,
     KeyMismatch,
-    TowerFailed,
     WireError,
 )
 from encoder.failures import failure_of
-from encoder.runner import TowerJob, TowerRunner
-from encoder.tower_queue import Ticket, TowerQueue
+from encoder.passage import Passage, Works
+from encoder.runner import TowerRunner
+from encoder.tower_queue import TowerQueue
 from encoder.types import (
     CancelEncode,
     EncodeReply,
@@ -52,7 +53,7 @@ from preprocess.config import ProcessorConfig
 from preprocess.errors import MediaError, MediaUnsupported
 from preprocess.keys import media_key
 from preprocess.pool import DecodePool
-from preprocess.types import MediaKey, PreparedMedia
+from preprocess.types import MediaKey
 
 logger = logging.getLogger(__name__)
 
@@ -86,23 +87,9 @@ class _Flight:
     """The one computation of a key that is not cached, and everyone who waits for it."""
 
     key: MediaKey
+    passage: Passage[Reservation]
     waiters: list[_Waiter] = field(default_factory=list)
     task: "asyncio.Task[None] | None" = None
-    ticket: Ticket | None = None
-    content_bytes: int = 0
-    prepare_s: float = 0.0
-
-    @property
-    def in_tower(self) -> bool:
-        return self.ticket is not None and self.ticket.in_tower
-
-    @property
-    def timings(self) -> StageTimings:
-        if self.ticket is None:
-            return StageTimings(prepare_s=self.prepare_s)
-        return StageTimings(
-            prepare_s=self.prepare_s, batch_wait_s=self.ticket.batch_wait_s, tower_s=self.ticket.tower_s
-        )
 
 
 class EncoderServer:
@@ -129,7 +116,15 @@ class EncoderServer:
         self._processor = processor
         self._clock = clock
         self._tower = TowerQueue(config, runner, clock)
-        self._decoders = asyncio.Semaphore(config.decode_threads)
+        self._works: Works[Reservation] = Works(
+            processor=processor,
+            pool=pool,
+            tower=self._tower,
+            room=self._room,
+            decoders=asyncio.Semaphore(config.decode_threads),
+            raw=config.sends_pixels,
+            clock=clock,
+        )
         self._waiters: dict[tuple[str, str], _Waiter] = {}
         self._flights: dict[MediaKey, _Flight] = {}
         self._flying: set[asyncio.Task[None]] = set()
@@ -202,7 +197,9 @@ class EncoderServer:
     def _all_counters(self) -> dict[str, float]:
         tower = self._tower
         times_s = {"prepare_s": self._prepare_s, "tower_s": tower.tower_s}
-        return {**self._counters, "batches": tower.num_batches, "batch_jobs": tower.num_jobs, **times_s}
+        decoders = {f"decode_workers_{name}": number for name, number in self._pool.counters.items()}
+        decoders["decode_stuck"] = self._pool.num_stuck
+        return {**self._counters, "batches": tower.num_batches, "batch_jobs": tower.num_jobs, **times_s, **decoders}
 
     def disconnect(self, peer: str) -> None:
         """A transport found that a peer is gone: end its requests and leases now instead of at their deadlines."""
@@ -238,8 +235,9 @@ class EncoderServer:
         flight = self._flights.get(request.key)
         if flight is None:
             content = self._verified_content(request, tensors)
-            flight = _Flight(request.key, content_bytes=len(content))
-            flight.task = asyncio.create_task(self._fly(flight, request, content))
+            passage = Passage(self._works, content, modality=request.modality, options=request.options, key=request.key)
+            flight = _Flight(request.key, passage)
+            flight.task = asyncio.create_task(self._fly(flight))
             self._flying.add(flight.task)
             flight.task.add_done_callback(self._flying.discard)
             self._flights[request.key] = flight
@@ -255,7 +253,7 @@ class EncoderServer:
             raise MediaUnsupported(f"this model has no tower for {request.modality}")
         if len(tensors) != 1 or tensors[0].dtype != "uint8":
             raise WireError("an encode request carries its content as one uint8 frame")
-        waiting_bytes = sum(flight.content_bytes for flight in self._flights.values())
+        waiting_bytes = sum(flight.passage.content_bytes for flight in self._flights.values())
         if waiting_bytes and waiting_bytes + tensors[0].data.nbytes > self._config.max_pending_bytes:
             limit = f"{waiting_bytes} bytes of media wait to be decoded"
             raise EncoderBusy(limit, retry_after_s=self._config.retry_after_s)
@@ -272,10 +270,13 @@ class EncoderServer:
             raise KeyMismatch(f"key {request.key} was given, this encoder computes {expected}")
         return content
 
-    async def _fly(self, flight: _Flight, request: EncodeRequest, content: bytes) -> None:
-        """Compute one key and reply to its waiters; cancelled when the last of them leaves before the tower runs."""
+    async def _fly(self, flight: _Flight) -> None:
+        """Compute one key and reply to its waiters. Cancelled when the last of them leaves, unless all but done."""
         try:
-            await self._encode(flight, await self._prepare(flight, request, content))
+            arrival = await flight.passage.run(lambda: self._remaining_s(flight))
+            self._store.publish(
+                arrival.place, layout=arrival.layout, checksum=arrival.checksum, warnings=arrival.warnings
+            )
         except (EncoderError, MediaError) as error:
             self._end_flight(flight, error)
         except Exception:  # outermost loop of a job: it must not end in silence
@@ -284,51 +285,20 @@ class EncoderServer:
         else:
             self._end_flight(flight, None)
         finally:
+            self._prepare_s += flight.passage.timings.prepare_s
             if self._flights.get(flight.key) is flight:
                 del self._flights[flight.key]
 
-    async def _prepare(self, flight: _Flight, request: EncodeRequest, content: bytes) -> PreparedMedia:
-        """Decode once a decoder is free and not too much waits for the tower or the arena."""
-        async with self._decoders:
-            await self._tower.wait_for_room()
-            await self._room.wait_until_short()
-            started_s = self._clock()
-            # Whoever has joined by now is waited for, not only the first.
-            deadline_unix_s = max(waiter.request.deadline_unix_s for waiter in flight.waiters)
-            prepared = await self._pool.prepare(
-                content,
-                modality=request.modality,
-                options=request.options,
-                config=self._processor,
-                key=request.key,
-                timeout_s=max(0.001, deadline_unix_s - started_s),
-            )
-            flight.prepare_s = self._clock() - started_s
-            self._prepare_s += flight.prepare_s
-            flight.content_bytes = 0
-            return prepared
-
-    async def _encode(self, flight: _Flight, prepared: PreparedMedia) -> None:
-        """Reserve, wait for the tower, publish. Room that was not published is given back whatever happens."""
-        reservation = await self._room.reserve(prepared)
-        flight.ticket = self._tower.submit(TowerJob(prepared, reservation.destination))
-        published = False
-        try:
-            outcome = await flight.ticket.done
-            if isinstance(outcome, TowerFailed):
-                raise outcome
-            self._store.publish(reservation, layout=prepared.layout, checksum=outcome, warnings=prepared.warnings)
-            published = True
-        finally:
-            self._tower.withdraw(flight.ticket)
-            if not published:
-                self._store.abandon(reservation)
+    def _remaining_s(self, flight: _Flight) -> float:
+        """Whoever has joined by now is waited for, not only the first."""
+        now_s = self._clock()
+        return max([0.001, *(waiter.request.deadline_unix_s - now_s for waiter in flight.waiters)])
 
     def _end_flight(self, flight: _Flight, error: EncoderError | MediaError | None) -> None:
         self._counters["encoded" if error is None else "failed"] += 1
         for waiter in list(flight.waiters):
             if error is None:
-                self._answer(waiter, cached=False, timings=flight.timings)
+                self._answer(waiter, cached=False, timings=flight.passage.timings)
             else:
                 self._fail(waiter, error)
 
@@ -371,7 +341,7 @@ class EncoderServer:
         self._fail(waiter, EncodeDeadline("the deadline passed before the embedding was ready"))
 
     def _forget(self, waiter: _Waiter) -> None:
-        """The waiter is about to get its reply. A flight nobody waits for any more stops, unless it is in the tower."""
+        """The waiter is about to get its reply. A flight nobody waits for any more stops, unless it is all but done."""
         if waiter.timer is not None:
             waiter.timer.cancel()
         self._waiters.pop((waiter.peer, waiter.request.request_id), None)
@@ -379,7 +349,7 @@ class EncoderServer:
         if flight is None or waiter not in flight.waiters:
             return
         flight.waiters.remove(waiter)
-        abandoned = not flight.waiters and not flight.in_tower
+        abandoned = not flight.waiters and not flight.passage.is_landing
         if abandoned and flight.task is not None and flight.task is not asyncio.current_task():
             del self._flights[flight.key]
             flight.task.cancel()

@@ -1,31 +1,36 @@
 """Jobs that wait for the tower: batched, run one batch at a time, with a limit on what may wait in decoded form.
 
 Decoded pictures are large (a 1080p one is 50 MB of patches), and decoding may be faster than the tower, so decoding
-asks `wait_for_room` before it starts another medium.
+asks `wait_for_room` before it starts another medium and before it hands over another part of a video.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from encoder.batcher import Batch, Batcher, Lane, LaneBudget
+from encoder.batcher import Batcher, Lane, LaneBudget
 from encoder.config import EncoderConfig
 from encoder.errors import TowerFailed
 from encoder.runner import TowerJob, TowerRunner
 
-# Batches' worth of decoded media that may wait in a lane before decoding pauses.
+# Batches' worth of decoded media that may wait in a lane before decoding pauses,
 MAX_WAITING_BATCHES = 2
+# and their memory: frames that the tower's device is to resize are several times larger than their patches.
+MAX_WAITING_BYTES = 256 * 2**20
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A queued job. `done` gives the checksum of its bytes or why it failed. Once `in_tower` it cannot be withdrawn."""
+    """A queued job. `done` gives None or why it failed. Once `in_tower` it cannot be withdrawn."""
 
-    job: TowerJob
+    job: TowerJob | None
+    """None once it is done or withdrawn: its pictures are not kept."""
     since_s: float
-    done: "asyncio.Future[int | TowerFailed]"
+    done: "asyncio.Future[TowerFailed | None]"
     in_tower: bool = False
+    batch: int = 0
+    """Jobs of one batch have the same number, and the same `tower_s`."""
     batch_wait_s: float = 0.0
     tower_s: float = 0.0
 
@@ -45,6 +50,7 @@ class TowerQueue:
         self._work = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
+        self._waiting_bytes = 0
         self.num_batches = 0
         self.num_jobs = 0
         self.tower_s = 0.0
@@ -53,18 +59,21 @@ class TowerQueue:
         """Queue a job for the next batch of its lane."""
         ticket = Ticket(job, self._clock(), asyncio.get_running_loop().create_future())
         self._batcher.add(ticket, lane=job.lane, cost=job.cost, now_s=ticket.since_s)
+        self._waiting_bytes += job.size_bytes
         self._work.set()
         self._update_room()
         return ticket
 
     def withdraw(self, ticket: Ticket) -> None:
         """Take a job back out if it still waits."""
-        self._batcher.discard(ticket)
-        self._update_room()
+        if self._batcher.discard(ticket):
+            self._leave(ticket)
+            ticket.job = None
 
     async def wait_for_room(self) -> None:
-        """Return once little enough waits in decoded form."""
-        await self._room.wait()
+        """Return once little enough waits in decoded form. Of many who waited, each sees what the others submitted."""
+        while not self._room.is_set():
+            await self._room.wait()
 
     async def run(self) -> None:
         """Run batches until cancelled. A batch in the tower at that moment is not waited for."""
@@ -72,33 +81,40 @@ class TowerQueue:
             now_s = self._clock()
             batch = self._batcher.pop(now_s)
             if batch is not None:
-                self._update_room()
-                await self._run_batch(batch, now_s)
+                await self._run_batch(batch.jobs, now_s)
                 continue
             due_s = self._batcher.next_due_s(now_s)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._work.wait(), None if due_s is None else due_s - now_s)
             self._work.clear()
 
-    async def _run_batch(self, batch: Batch[Ticket], now_s: float) -> None:
-        for ticket in batch.jobs:
-            ticket.in_tower = True
-            ticket.batch_wait_s = now_s - ticket.since_s
-        outcomes = await self._runner.run([ticket.job for ticket in batch.jobs])
-        tower_s = self._clock() - now_s
+    async def _run_batch(self, tickets: Sequence[Ticket], now_s: float) -> None:
         self.num_batches += 1
-        self.num_jobs += len(batch.jobs)
+        for ticket in tickets:
+            self._leave(ticket)
+            ticket.in_tower = True
+            ticket.batch = self.num_batches
+            ticket.batch_wait_s = now_s - ticket.since_s
+        outcomes = await self._runner.run([ticket.job for ticket in tickets if ticket.job is not None])
+        tower_s = self._clock() - now_s
+        self.num_jobs += len(tickets)
         self.tower_s += tower_s
-        for ticket, outcome in zip(batch.jobs, outcomes, strict=True):
+        for ticket, outcome in zip(tickets, outcomes, strict=True):
+            ticket.job = None
             ticket.tower_s = tower_s
             ticket.done.set_result(outcome)
+
+    def _leave(self, ticket: Ticket) -> None:
+        assert ticket.job is not None, "who waits has a job"
+        self._waiting_bytes -= ticket.job.size_bytes
+        self._update_room()
 
     def _update_room(self) -> None:
         crowded = any(
             self._batcher.waiting_cost(lane) >= MAX_WAITING_BATCHES * budget.max_cost
             for lane, budget in self._budgets.items()
         )
-        if crowded:
+        if crowded or self._waiting_bytes >= MAX_WAITING_BYTES:
             self._room.clear()
         else:
             self._room.set()

@@ -30,7 +30,11 @@ class EmbeddingRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds one medium spent in each step of the encoder; all zero on a cache hit except `queue_s`."""
+    """Seconds one medium spent in each step of the encoder; all zero on a cache hit except `queue_s`.
+
+    A long video is in the tower and still being decoded at the same time, so the steps may add up to more than passed.
+    `batch_wait_s` is the longest wait of one of its parts.
+    """
 
     queue_s: float = 0.0
     prepare_s: float = 0.0

@@ -7,7 +7,8 @@
     ArenaFull
 
 Who does not fit holds nobody up: smaller ones behind it, and new ones, take what it cannot use. Its own wait is bounded
-by `wait_s`; two requests that each hold what the other waits for are parted by that bound as well.
+by `wait_s`; two requests that each hold what the other waits for are parted by that bound as well. Nobody stands in
+line with anything decoded in hand.
 """
 
 import asyncio
@@ -16,20 +17,14 @@ from dataclasses import dataclass
 
 from encoder.cache.store import EmbeddingStore, Reservation
 from encoder.errors import ArenaFull
-from preprocess.types import PreparedMedia
-
-# Decoded media that may stand in line before decoding pauses; a 1080p picture has 50 MB of patches.
-MAX_WAITING_BYTES = 2**30
+from preprocess.types import MediaKey
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    prepared: PreparedMedia
+    key: MediaKey
+    num_rows: int
     granted: "asyncio.Future[Reservation]"
-
-    @property
-    def num_rows(self) -> int:
-        return self.prepared.layout.num_rows
 
 
 class RoomQueue:
@@ -41,27 +36,30 @@ class RoomQueue:
         self._wait_s = wait_s
         self._clock = clock
         self._line: list[_Waiting] = []
-        self._is_short = asyncio.Event()
-        self._is_short.set()
         self._is_due = False
         store.on_room = self._room_appeared
 
     def __len__(self) -> int:
         return len(self._line)
 
-    async def reserve(self, prepared: PreparedMedia) -> Reservation:
-        """Room for its rows, now or later. Raises EmbeddingTooLarge at once, ArenaFull after `wait_s`.
+    def try_reserve(self, key: MediaKey, num_rows: int) -> Reservation | None:
+        """Room now, or None. Raises EmbeddingTooLarge."""
+        try:
+            return self._reserve(key, num_rows)
+        except ArenaFull:
+            return None
+
+    async def reserve(self, key: MediaKey, num_rows: int) -> Reservation:
+        """Room now or later. Raises EmbeddingTooLarge at once, ArenaFull after `wait_s`.
 
         Cancelling leaves the line.
         """
-        self._store.expire(self._clock())
         try:
-            return self._store.reserve(prepared.key, prepared.layout.num_rows)
+            return self._reserve(key, num_rows)
         except ArenaFull as error:
             full = error
-        waiting = _Waiting(prepared, asyncio.get_running_loop().create_future())
+        waiting = _Waiting(key, num_rows, asyncio.get_running_loop().create_future())
         self._line.append(waiting)
-        self._measure()
         is_taken = False
         try:
             await asyncio.wait({waiting.granted}, timeout=self._wait_s)
@@ -72,13 +70,16 @@ class RoomQueue:
         finally:
             if not waiting.granted.done():
                 self._line.remove(waiting)
-                self._measure()
             elif not is_taken:
                 self._store.abandon(waiting.granted.result())
 
-    async def wait_until_short(self) -> None:
-        """Return once little enough stands in line in decoded form."""
-        await self._is_short.wait()
+    def abandon(self, reservation: Reservation) -> None:
+        """Give unused room back."""
+        self._store.abandon(reservation)
+
+    def _reserve(self, key: MediaKey, num_rows: int) -> Reservation:
+        self._store.expire(self._clock())
+        return self._store.reserve(key, num_rows)
 
     def _room_appeared(self) -> None:
         """Serve the line soon, not now: what was just published must be leased before room is made again."""
@@ -94,22 +95,9 @@ class RoomQueue:
             if refused_rows is not None and waiting.num_rows >= refused_rows:
                 continue
             try:
-                reservation = self._store.reserve(waiting.prepared.key, waiting.num_rows)
+                reservation = self._store.reserve(waiting.key, waiting.num_rows)
             except ArenaFull:
                 refused_rows = waiting.num_rows
                 continue
             self._line.remove(waiting)
             waiting.granted.set_result(reservation)
-        self._measure()
-
-    def _measure(self) -> None:
-        if sum(_decoded_bytes(waiting.prepared) for waiting in self._line) >= MAX_WAITING_BYTES:
-            self._is_short.clear()
-        else:
-            self._is_short.set()
-
-
-def _decoded_bytes(prepared: PreparedMedia) -> int:
-    patches = 0 if prepared.patches is None else prepared.patches.pixel_values.nbytes
-    mel = 0 if prepared.mel is None else prepared.mel.log_mel.nbytes
-    return patches + mel

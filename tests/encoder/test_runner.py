@@ -14,12 +14,23 @@ from encoder.cache.arena import checksum
 from encoder.config import EncoderConfig
 from encoder.errors import TowerFailed
 from encoder.local import LocalEncoder
-from encoder.runner import TowerJob, TowerRunner
+from encoder.runner import MediumRows, TowerJob, TowerRunner
 from encoder.towers.weights import Towers, load_towers
 from preprocess.config import ProcessorConfig
 from preprocess.errors import MediaUnsupported
+from preprocess.patchify import PatchWriter
 from preprocess.pipeline import prepare
-from preprocess.types import MediaKey, MediaLayout, MediaOptions, Modality, Patches, PreparedMedia
+from preprocess.types import (
+    MediaKey,
+    MediaLayout,
+    MediaOptions,
+    MediaPart,
+    MelFrames,
+    Modality,
+    Patches,
+    Pixels,
+    PreparedMedia,
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,51 +40,118 @@ def runner(tiny_model_dir: Path) -> Iterator[TowerRunner]:
     made.close()
 
 
-def picture(height: int, width: int, num_slices: int = 1, seed: int = 0) -> PreparedMedia:
+def picture(height: int, width: int, num_slices: int = 1, seed: int = 0) -> Patches:
     grid = (num_slices, height, width)
     rows = np.random.RandomState(seed).standard_normal((num_slices * height * width, 1536)).astype(np.float32)
-    layout = MediaLayout(modality=Modality.IMAGE, grid_thw=grid)
-    return PreparedMedia(MediaKey(f"{seed}"), layout, Patches(rows, grid), None)
+    return Patches(rows, grid)
 
 
-def job_of(runner: TowerRunner, prepared: PreparedMedia) -> TowerJob:
-    return TowerJob(prepared, memoryview(bytearray(prepared.layout.num_rows * runner.row_bytes)))
+def rows_for(runner: TowerRunner, layout: MediaLayout) -> MediumRows:
+    return MediumRows(MediaKey("k"), layout, memoryview(bytearray(layout.num_rows * runner.row_bytes)))
+
+
+def job_of(runner: TowerRunner, pictures: Patches | Pixels) -> TowerJob:
+    """One part that is a whole medium."""
+    layout = MediaLayout(modality=Modality.IMAGE, grid_thw=pictures.grid_thw)
+    return TowerJob.of_part(rows_for(runner, layout), MediaPart(0, pictures))
+
+
+def bytes_of(job: TowerJob) -> bytes:
+    return bytes(job.rows.destination)
 
 
 def test_batch_mates_do_not_change_a_byte(runner: TowerRunner) -> None:
     media = [picture(6, 6, seed=1), picture(6, 6, seed=2), picture(2, 2, seed=3), picture(4, 10, 3, seed=4)]
     alone = []
-    for prepared in media:
-        job = job_of(runner, prepared)
-        outcome = runner.run_sync([job])[0]
-        assert outcome == checksum(job.destination)
-        alone.append(bytes(job.destination))
+    for patches in media:
+        job = job_of(runner, patches)
+        assert runner.run_sync([job]) == [None]
+        assert job.rows.checksum == checksum(job.rows.destination)
+        alone.append(bytes_of(job))
     for order in ((0, 1, 2, 3), (3, 1, 0, 2), (1, 1, 1, 1)):
         jobs = [job_of(runner, media[i]) for i in order]
         runner.run_sync(jobs)
-        assert [bytes(job.destination) for job in jobs] == [alone[i] for i in order]
+        assert [bytes_of(job) for job in jobs] == [alone[i] for i in order]
 
 
 def test_a_long_video_runs_in_passes(runner: TowerRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     video = picture(4, 6, num_slices=7)
-    whole, parts = job_of(runner, video), job_of(runner, video)
+    whole, passes = job_of(runner, video), job_of(runner, video)
     runner.run_sync([whole])
     monkeypatch.setattr(runner_module, "PASS_PATCHES", 50)  # two slices of 24 patches
-    runner.run_sync([parts])
-    rows = [np.frombuffer(job.destination, np.float32) for job in (whole, parts)]
+    runner.run_sync([passes])
+    rows = [np.frombuffer(job.rows.destination, np.float32) for job in (whole, passes)]
     np.testing.assert_allclose(rows[0], rows[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 2, 0)])
+def test_parts_of_whole_passes_give_the_bytes_of_the_whole(
+    runner: TowerRunner, monkeypatch: pytest.MonkeyPatch, order: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(runner_module, "PASS_PATCHES", 50)
+    video = picture(4, 6, num_slices=7)
+    whole = job_of(runner, video)
+    runner.run_sync([whole])
+    rows = rows_for(runner, whole.rows.layout)
+    parts = []
+    for first in range(0, 7, 2):
+        values = video.pixel_values[first * 24 : (first + 2) * 24]
+        parts.append(MediaPart(first, Patches(values, (len(values) // 24, 4, 6))))
+    for number in order:
+        assert rows.checksum is None, "some rows are missing"
+        assert runner.run_sync([TowerJob.of_part(rows, parts[number])]) == [None]
+    assert bytes(rows.destination) == bytes_of(whole)
+    assert rows.checksum == whole.rows.checksum
+
+
+def test_pixels_give_the_bytes_of_patches(runner: TowerRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.RandomState(0)
+    media = []
+    for height, width in ((50, 70), (64, 96), (50, 70)):
+        frame = random.randint(0, 256, (height, width, 3), dtype=np.uint8)
+        media.append(Pixels((frame, frame), 64, 96))
+    media.append(Pixels(tuple(random.randint(0, 256, (40, 30, 3), dtype=np.uint8) for _ in range(10)), 64, 32))
+    written = []
+    for pixels in media:
+        writer = PatchWriter(num_frames=len(pixels.frames), height=pixels.height, width=pixels.width)
+        for number, frame in enumerate(pixels.frames):
+            writer.put(number, frame)
+        written.append(writer.patches())
+    jobs = [job_of(runner, pixels) for pixels in media]
+    expected = [job_of(runner, patches) for patches in written]
+    # One batch: a part in several passes, and batch mates that come as patches.
+    monkeypatch.setattr(runner_module, "PASS_PATCHES", 16)
+    assert runner.run_sync([*jobs, *expected]) == [None] * 8
+    assert [bytes_of(job) for job in jobs] == [bytes_of(job) for job in expected]
+    assert [job.cost for job in jobs] == [job.cost for job in expected]
+    assert jobs[0].size_bytes == 50 * 70 * 3
+
+
+def test_one_medium_whose_pixels_cannot_be_cut_fails_alone(runner: TowerRunner) -> None:
+    frame = np.zeros((50, 70, 3), dtype=np.uint8)
+    good = Pixels((frame, frame), 64, 96)
+    wrong = Pixels((frame[:, :, :2], frame[:, :, :2]), 64, 96)
+    jobs = [job_of(runner, pixels) for pixels in (good, wrong, good)]
+    outcomes = runner.run_sync(jobs)
+    assert [type(outcome) for outcome in outcomes] == [type(None), TowerFailed, type(None)]
+    assert bytes_of(jobs[0]) == bytes_of(jobs[2])
 
 
 def test_one_bad_medium_fails_alone(runner: TowerRunner) -> None:
     good = picture(4, 4)
-    lying = PreparedMedia(MediaKey("x"), MediaLayout(modality=Modality.IMAGE, grid_thw=(1, 4, 6)), good.patches, None)
-    broken = PreparedMedia(MediaKey("y"), good.layout, Patches(np.zeros((16, 99), np.float32), (1, 4, 4)), None)
-    jobs = [job_of(runner, media) for media in (good, lying, broken, good)]
+    lying = TowerJob.of_part(
+        rows_for(runner, MediaLayout(modality=Modality.IMAGE, grid_thw=(1, 4, 4))), MediaPart(1, good)
+    )
+    short = job_of(runner, Patches(good.pixel_values, (1, 4, 6)))
+    broken = job_of(runner, Patches(np.zeros((16, 99), np.float32), (1, 4, 4)))
+    jobs = [job_of(runner, good), lying, short, broken, job_of(runner, good)]
     outcomes = runner.run_sync(jobs)
-    assert outcomes[0] == outcomes[3] == checksum(jobs[0].destination)
+    assert outcomes[0] is outcomes[4] is None
+    assert jobs[0].rows.checksum == jobs[4].rows.checksum == checksum(jobs[0].rows.destination)
     assert isinstance(outcomes[1], TowerFailed)
-    assert "[4, 192] rows, the layout says [6, 192]" in str(outcomes[1])
+    assert "past the 4 of the layout" in str(outcomes[1])
     assert isinstance(outcomes[2], TowerFailed)
+    assert isinstance(outcomes[3], TowerFailed)
 
 
 def test_video_rows_are_pictures_then_the_kept_sound(
@@ -85,9 +163,12 @@ def test_video_rows_are_pictures_then_the_kept_sound(
         media = prepare(
             make_mp4(with_audio=True), modality=Modality.VIDEO, options=options, config=processor, key=MediaKey("k")
         )
-        job = job_of(runner, media)
-        assert isinstance(runner.run_sync([job])[0], int)
-        return media, np.frombuffer(job.destination, np.float32).reshape(-1, runner.width)
+        rows = rows_for(runner, media.layout)
+        assert media.patches is not None
+        jobs = [TowerJob.of_part(rows, MediaPart(0, media.patches))]
+        jobs += [] if media.mel is None else [TowerJob.of_sound(rows, media.mel)]
+        assert runner.run_sync(jobs) == [None] * len(jobs)
+        return media, np.frombuffer(rows.destination, np.float32).reshape(-1, runner.width)
 
     silent, pictures = rows_of(MediaOptions(use_audio=False))
     full, both = rows_of(MediaOptions())
@@ -114,9 +195,13 @@ def test_threads_of_the_caller_are_left_alone(tiny_model_dir: Path) -> None:
         torch.set_num_threads(before)
 
 
-def test_lane_and_cost() -> None:
-    job = TowerJob(picture(4, 6, 2), memoryview(b""))
-    assert (job.lane, job.cost) == (Lane.VISION, 48)
+def test_lane_and_cost(runner: TowerRunner) -> None:
+    job = job_of(runner, picture(4, 6, 2))
+    assert (job.lane, job.cost, job.size_bytes) == (Lane.VISION, 48, 48 * 1536 * 4)
+    layout = MediaLayout(Modality.AUDIO, num_audio_rows=3)
+    sound = TowerJob.of_sound(rows_for(runner, layout), MelFrames(np.zeros((40, 128), np.float32), 0.4))
+    assert (sound.lane, sound.cost, sound.size_bytes) == (Lane.AUDIO, 40, 40 * 128 * 4)
+    assert (sound.first_row, sound.num_rows) == (0, 3)
 
 
 def test_no_towers_no_runner() -> None:

@@ -6,12 +6,14 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import numpy as np
+import pytest
 
+from encoder import tower_queue
 from encoder.config import EncoderConfig
 from encoder.errors import TowerFailed
-from encoder.runner import TowerJob
-from encoder.tower_queue import MAX_WAITING_BATCHES, TowerQueue
-from preprocess.types import MediaKey, MediaLayout, Modality, Patches, PreparedMedia
+from encoder.runner import MediumRows, TowerJob
+from encoder.tower_queue import MAX_WAITING_BATCHES, Ticket, TowerQueue
+from preprocess.types import MediaKey, MediaLayout, MediaPart, Modality, Patches
 
 CONFIG = EncoderConfig(max_batch_patches=100, max_batch_jobs=4)
 
@@ -23,10 +25,10 @@ class HeldRunner:
         self.go = asyncio.Event()
         self.batches: list[int] = []
 
-    async def run(self, jobs: Sequence[TowerJob]) -> list[int | TowerFailed]:
+    async def run(self, jobs: Sequence[TowerJob]) -> list[TowerFailed | None]:
         self.batches.append(len(jobs))
         await self.go.wait()
-        return list(range(len(jobs)))
+        return [TowerFailed("every second") if number % 2 else None for number in range(len(jobs))]
 
 
 class FakeClock:
@@ -41,7 +43,7 @@ def job_of(num_patches: int) -> TowerJob:
     grid = (1, 2, num_patches // 2)
     layout = MediaLayout(modality=Modality.IMAGE, grid_thw=grid)
     patches = Patches(np.zeros((num_patches, 1), np.float32), grid)
-    return TowerJob(PreparedMedia(MediaKey("k"), layout, patches, None), memoryview(b""))
+    return TowerJob.of_part(MediumRows(MediaKey("k"), layout, memoryview(b"")), MediaPart(0, patches))
 
 
 @asynccontextmanager
@@ -68,8 +70,10 @@ async def test_what_arrives_while_the_tower_works_is_one_batch() -> None:
         clock.now_s = 2.0
         assert (first.in_tower, rest[0].in_tower) == (True, False)
         runner.go.set()
-        assert await first.done == 0
-        assert [await ticket.done for ticket in rest] == [0, 1, 2]
+        assert await first.done is None
+        assert [type(await ticket.done) for ticket in rest] == [type(None), TowerFailed, type(None)]
+        assert [ticket.batch for ticket in (first, *rest)] == [1, 2, 2, 2]
+        assert all(ticket.job is None for ticket in (first, *rest)), "decoded pictures are not kept"
         assert runner.batches == [1, 3]
         assert (queue.num_batches, queue.num_jobs) == (2, 4)
         assert (rest[0].batch_wait_s, first.tower_s) == (2.0, 2.0)
@@ -99,4 +103,26 @@ async def test_decoding_pauses_while_too_much_waits() -> None:
         await settle()
         assert paused.done()
         runner.go.set()
-        assert await tickets[0].done == 0
+        assert await tickets[0].done is None
+
+
+async def test_of_many_who_wait_for_room_only_as_many_go_on_as_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tower_queue, "MAX_WAITING_BYTES", 120)
+    async with running() as (queue, runner, _):
+        submitted: list[Ticket] = []
+
+        async def put() -> None:
+            await queue.wait_for_room()
+            submitted.append(queue.submit(job_of(16)))  # 64 bytes
+
+        puts = [asyncio.create_task(put()) for _ in range(12)]
+        await settle()
+        # 128 bytes went into the tower, where they wait no more; as many wait, and that is enough.
+        assert (len(submitted), runner.batches) == (4, [2])
+        queue.withdraw(submitted[3])
+        queue.withdraw(submitted[3])
+        await settle()
+        assert len(submitted) == 5
+        runner.go.set()
+        await asyncio.gather(*puts)
+        await asyncio.gather(*(ticket.done for ticket in submitted if ticket is not submitted[3]))
