@@ -17,10 +17,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from preprocess.scratch import Scratch
 
 # CLIP's constants, on the scale 0..255.
 _MEAN: Final = (255 * np.array([0.48145466, 0.4578275, 0.40821073])).astype(np.float32)
@@ -30,8 +33,11 @@ _STD: Final = (255 * np.array([0.26862954, 0.26130258, 0.27577711])).astype(np.f
 # power of two costs nothing in the weight.
 _MASKS: Final = (0x0000FF, 0x00FF00, 0xFF0000)
 _UNITS: Final = (1.0, 1 / 256, 1 / 65536)
-_ROWS_ACROSS: Final = 8
-"""Rows per step of the pass across: its six arrays of 8 x 3328 values together fill half of a 1 MiB cache."""
+_STEP_VALUES: Final = 32 * 1024
+"""Pixels per step of the pass across: its dozen arrays of as many values fit a cache of 1 MiB, more or less."""
+_MIN_ROWS: Final = 4
+_BAND_VALUES: Final = 256 * 1024
+"""Of a band. Larger ones leave the cache, smaller ones are more calls and do more rows twice."""
 _WIDE: Final = 768
 """Output pixels from which a call per row costs less than gathering all rows."""
 
@@ -82,71 +88,127 @@ def normalising(side: Axis) -> tuple[NDArray[np.float32], NDArray[np.float32], N
     return side.first_weight * scale_C1, side.second_weight * scale_C1, -_MEAN / _STD
 
 
-def bands(pixels_HWC: NDArray[np.uint8], *, height: int, width: int, rows: int) -> Iterator[NDArray[np.float32]]:
-    """Resized and normalised, top to bottom, `rows` rows at a time (`height` is a multiple).
+@dataclass(frozen=True, slots=True)
+class _Band:
+    """What one band of output rows is made of."""
 
-    Takes [H, W, 3] RGB of any size and any memory order. Yields [rows, 3, width]; the array is reused, so it holds a
-    band until the next one is asked for.
-    """
-    across = _Across(pixels_HWC, width)
-    down = axis(pixels_HWC.shape[0], height)
-    band = np.empty((rows, 3, width), dtype=np.float32)
-    spare = np.empty((3, width), dtype=np.float32)
+    wanted: NDArray[np.intp]
+    """Source rows, ascending, each once: neighbours of consecutive outputs overlap."""
+    upper: NDArray[np.intp]
+    lower: NDArray[np.intp]
+    """Places in `wanted` of the two rows of each output."""
+    upper_weight: NDArray[np.float32]
+    lower_weight: NDArray[np.float32]
+    """[outputs, 1, 1], each."""
+
+
+@lru_cache(maxsize=64)
+def _plan(num_source: int, height: int, rows: int) -> tuple[_Band, ...]:
+    down = axis(num_source, height)
+    found = []
     for top in range(0, height, rows):
-        part = slice(top, top + rows)
-        if down.is_copy:
-            across.into(band, down.first[part])
+        first, second = down.first[top : top + rows], down.second[top : top + rows]
+        wanted, places = np.unique(np.concatenate([first, second]), return_inverse=True)
+        upper_weight_Y11, lower_weight_Y11 = (
+            weight[top : top + rows, None, None] for weight in (down.first_weight, down.second_weight)
+        )
+        found.append(_Band(wanted, places[: len(first)], places[len(first) :], upper_weight_Y11, lower_weight_Y11))
+    return tuple(found)
+
+
+def bands(
+    pixels_HWC: NDArray[np.uint8], *, height: int, width: int, unit: int, memory: Scratch
+) -> Iterator[NDArray[np.float32]]:
+    """Resized and normalised, top to bottom, some multiple of `unit` rows at a time (`height` is a multiple).
+
+    Takes [H, W, 3] RGB of any size and any memory order. Yields [rows, 3, width] in `memory`: a band holds until the
+    next one is asked for.
+    """
+    across = _Across(pixels_HWC, width, memory)
+    rows = min(unit * max(1, _BAND_VALUES // (3 * unit * width)), height)
+    whole_YCX = memory.array("band", (rows, 3, width), np.float32)
+    spare_YCX = memory.array("spare band", (1 if width >= _WIDE else rows, 3, width), np.float32)
+    is_copy = pixels_HWC.shape[0] == height
+    for band in _plan(pixels_HWC.shape[0], height, rows):
+        band_YCX = whole_YCX[: len(band.upper)]
+        if is_copy:
+            across.into(band_YCX, band.wanted)
         else:
-            _down(across, down, part, band, spare)
-        yield band
+            lines_RCX = memory.array("lines", (len(band.wanted), 3, width), np.float32)
+            across.into(lines_RCX, band.wanted)
+            _down(lines_RCX, band, band_YCX, spare_YCX)
+        yield band_YCX
 
 
-def _down(across: _Across, down: Axis, part: slice, band: NDArray[np.float32], spare: NDArray[np.float32]) -> None:
-    first, second = down.first[part], down.second[part]
-    # Neighbours of consecutive outputs overlap: every source row goes through the pass across once per band.
-    wanted, places = np.unique(np.concatenate([first, second]), return_inverse=True)
-    lines = np.empty((len(wanted), *band.shape[1:]), dtype=np.float32)
-    across.into(lines, wanted)
-    upper, lower = places[: len(first)], places[len(first) :]
-    upper_weight, lower_weight = down.first_weight[part], down.second_weight[part]
-    if band.shape[2] < _WIDE:
-        np.multiply(lines[upper], upper_weight[:, None, None], out=band)
-        lines = lines[lower]
-        lines *= lower_weight[:, None, None]
-        band += lines
+def _down(
+    lines_RCX: NDArray[np.float32], band: _Band, out_YCX: NDArray[np.float32], spare_YCX: NDArray[np.float32]
+) -> None:
+    """Weights and adds two lines for every output row."""
+    if out_YCX.shape[2] >= _WIDE:
+        spare_CX = spare_YCX[0]
+        for row, (upper, lower) in enumerate(zip(band.upper, band.lower, strict=True)):
+            np.multiply(lines_RCX[upper], band.upper_weight[row], out=out_YCX[row])
+            np.multiply(lines_RCX[lower], band.lower_weight[row], out=spare_CX)
+            out_YCX[row] += spare_CX
         return
-    for row in range(len(first)):
-        np.multiply(lines[upper[row]], upper_weight[row], out=band[row])
-        np.multiply(lines[lower[row]], lower_weight[row], out=spare)
-        band[row] += spare
+    spare_YCX = spare_YCX[: len(out_YCX)]
+    if len(lines_RCX) == 2 * len(out_YCX):
+        # No row is shared: they alternate.
+        upper_YCX, lower_YCX = lines_RCX[::2], lines_RCX[1::2]
+    else:
+        upper_YCX, lower_YCX = lines_RCX[band.upper], lines_RCX[band.lower]
+    np.multiply(upper_YCX, band.upper_weight, out=out_YCX)
+    np.multiply(lower_YCX, band.lower_weight, out=spare_YCX)
+    out_YCX += spare_YCX
+
+
+@lru_cache(maxsize=16)
+def _step_weights(
+    num_source: int, width: int, rows: int
+) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
+    """Both weights for masked samples, one copy per row of a step, and the addend [3]."""
+    # Products of whole arrays are faster than broadcast ones.
+    units_C11 = np.array(_UNITS, dtype=np.float32)[:, None, None]
+    first_CX, second_CX, bias_C = normalising(axis(num_source, width))
+    first_CRX, second_CRX = (
+        np.ascontiguousarray(np.broadcast_to(weight_CX[:, None] * units_C11, (3, rows, width)))
+        for weight_CX in (first_CX, second_CX)
+    )
+    return first_CRX, second_CRX, bias_C
 
 
 class _Across:
     """The pass along the rows of one picture."""
 
-    # R rows, W source pixels, X output pixels
+    # R rows of a step, W source pixels, X output pixels
 
-    def __init__(self, pixels_HWC: NDArray[np.uint8], width: int) -> None:
+    def __init__(self, pixels_HWC: NDArray[np.uint8], width: int, memory: Scratch) -> None:
         if pixels_HWC.strides[1:] != (3, 1):
             pixels_HWC = np.ascontiguousarray(pixels_HWC)
-        self._pixels_HWC = pixels_HWC
         num_source = pixels_HWC.shape[1]
+        # Four bytes from each pixel's first on; the last pixel of a row has no fourth.
+        overlapping_HW4 = np.lib.stride_tricks.as_strided(
+            pixels_HWC, (len(pixels_HWC), num_source - 1, 4), (pixels_HWC.strides[0], 3, 1), writeable=False
+        )
+        self._overlapping_HW = overlapping_HW4.view("<u4")[:, :, 0]
+        last_HC = pixels_HWC[:, -1].astype(np.uint32)
+        self._last_H = last_HC[:, 0] | last_HC[:, 1] << 8 | last_HC[:, 2] << 16
         self._axis = axis(num_source, width)
-        units_C1 = np.array(_UNITS, dtype=np.float32)[:, None]
-        first_CX, second_CX, self._bias_C = normalising(self._axis)
-        self._first_CX = first_CX * units_C1
-        self._second_CX = second_CX * units_C1
-        self._packed_RW = np.empty((_ROWS_ACROSS, num_source), dtype=np.uint32)
-        self._first_RX = np.empty((_ROWS_ACROSS, width), dtype=np.uint32)
-        self._second_RX = np.empty_like(self._first_RX)
-        self._masked_RX = np.empty((_ROWS_ACROSS, width), dtype=np.int32)
-        self._spare_RX = np.empty((_ROWS_ACROSS, width), dtype=np.float32)
-        self._sum_RX = np.empty_like(self._spare_RX)
+        self._num_rows = max(_MIN_ROWS, _STEP_VALUES // max(width, num_source))
+        self._first_CRX, self._second_CRX, self._bias_C = _step_weights(num_source, width, self._num_rows)
+        self._packed_RW = memory.array("packed", (self._num_rows, num_source), np.uint32)
+        shape = (self._num_rows, width)
+        self._first_RX = memory.array("first", shape, np.uint32)
+        self._second_RX = memory.array("second", shape, np.uint32)
+        self._masked_RX = memory.array("masked", shape, np.int32)
+        self._spare_RX = memory.array("spare", shape, np.float32)
+        self._sum_RX = memory.array("sum", shape, np.float32)
 
     def into(self, out_RCX: NDArray[np.float32], rows: NDArray[np.intp]) -> None:
         """Writes the given source rows, resampled along their length and normalised."""
-        for start in range(0, len(rows), _ROWS_ACROSS):
-            self._step(out_RCX[start : start + _ROWS_ACROSS], rows[start : start + _ROWS_ACROSS])
+        for start in range(0, len(rows), self._num_rows):
+            part = slice(start, start + self._num_rows)
+            self._step(out_RCX[part], rows[part])
 
     def _step(self, out_RCX: NDArray[np.float32], rows: NDArray[np.intp]) -> None:
         num = len(rows)
@@ -164,27 +226,17 @@ class _Across:
         for channel, mask in enumerate(_MASKS):
             np.bitwise_and(first_RX.view(np.int32), mask, out=masked_RX)
             np.copyto(sum_RX, masked_RX)
-            sum_RX *= self._first_CX[channel]
+            sum_RX *= self._first_CRX[channel, :num]
             if second_RX is not None:
                 np.bitwise_and(second_RX.view(np.int32), mask, out=masked_RX)
                 np.copyto(spare_RX, masked_RX)
-                spare_RX *= self._second_CX[channel]
+                spare_RX *= self._second_CRX[channel, :num]
                 sum_RX += spare_RX
             np.add(sum_RX, self._bias_C[channel], out=out_RCX[:, channel])
 
     def _pack(self, packed_RW: NDArray[np.uint32], rows: NDArray[np.intp]) -> None:
-        pixels_HWC = self._pixels_HWC
-        top, bottom = int(rows[0]), int(rows[-1]) + 1
-        if bottom - top == len(rows):
-            lines_RWC = pixels_HWC[top:bottom]
-        else:
-            lines_RWC = pixels_HWC[rows]
-        # Four bytes from each pixel's first on; the last pixel has no fourth.
-        num_whole = lines_RWC.shape[1] - 1
-        if num_whole:
-            overlapping_RW4 = np.lib.stride_tricks.as_strided(
-                lines_RWC, (len(rows), num_whole, 4), (lines_RWC.strides[0], 3, 1), writeable=False
-            )
-            np.copyto(packed_RW[:, :num_whole], overlapping_RW4.view("<u4")[:, :, 0])
-        last_RC = lines_RWC[:, -1].astype(np.uint32)
-        packed_RW[:, -1] = last_RC[:, 0] | last_RC[:, 1] << 8 | last_RC[:, 2] << 16
+        borders = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
+        for start, stop in pairwise(borders):
+            top = rows[start]
+            np.copyto(packed_RW[start:stop, :-1], self._overlapping_HW[top : top + stop - start])
+        packed_RW[:, -1] = self._last_H[rows]

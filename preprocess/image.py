@@ -134,10 +134,14 @@ def _clear_outside(pixels: NDArray[np.uint8], covered: tuple[int, int, int, int]
 
 def _upright(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
     """Orientation 5..8 lie on their side: transpose first, then the flips are those of the standing picture."""
+    if orientation == 1:
+        return pixels
+    # A pixel as one item of three bytes: copied twice as fast as byte by byte.
+    items: NDArray[np.void] = pixels.view("V3")[:, :, 0]
     if orientation >= 5:
-        pixels = pixels.transpose(1, 0, 2)
+        items = items.T
     if orientation in (2, 3, 6, 7):
-        pixels = pixels[:, ::-1]
+        items = items[:, ::-1]
     if orientation in (3, 4, 7, 8):
-        pixels = pixels[::-1]
-    return np.ascontiguousarray(pixels)
+        items = items[::-1]
+    return np.ascontiguousarray(items).view(np.uint8).reshape(*items.shape, 3)

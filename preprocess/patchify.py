@@ -13,6 +13,7 @@ Memory is the patches themselves plus a band of 32 rows: a long video never exis
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Final
 
@@ -20,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from preprocess.bilinear import bands
+from preprocess.scratch import Scratch, scratch
 from preprocess.types import MERGE_SIZE, PATCH_SIZE, PATCH_WIDTH, TEMPORAL_PATCH_SIZE, Frames, Patches
 
 _UNIT: Final = PATCH_SIZE * MERGE_SIZE
@@ -57,25 +59,31 @@ class PatchWriter:
 
     def put(self, frame: int, pixels_HWC: NDArray[np.uint8]) -> None:
         """Resizes, normalises and stores one RGB frame, [H, W, 3] of any size, as frame number `frame`."""
-        height, width = self._size
         pair, side = divmod(frame, TEMPORAL_PATCH_SIZE)
-        order = _order(width, 1)
-        cut = np.empty(len(order), dtype=_ITEM)
-        for group, band_YCX in enumerate(bands(pixels_HWC, height=height, width=width, rows=_UNIT)):
-            np.take(band_YCX.reshape(-1).view(_ITEM), order, out=cut, mode="wrap")
-            target = self._cells_TGhGwMhMwCFYX[pair, group, :, :, :, :, side]
-            target[...] = cut.view(np.float32).reshape(target.shape)
+        order = _order(self._size[1], 1)
+        with scratch() as memory:
+            cut = memory.array("cut", (len(order) * _HALF_LINE,), np.float32).view(_ITEM)
+            for group, halves in enumerate(self._groups(pixels_HWC, memory)):
+                np.take(halves, order, out=cut, mode="wrap")
+                target = self._cells_TGhGwMhMwCFYX[pair, group, :, :, :, :, side]
+                target[...] = cut.view(np.float32).reshape(target.shape)
         self._filled[frame] = True
 
     def put_pair(self, pair: int, pixels_HWC: NDArray[np.uint8]) -> None:
         """The same picture as both frames of a pair, for hardly more than the price of one."""
-        height, width = self._size
-        order = _order(width, TEMPORAL_PATCH_SIZE)
-        for group, band_YCX in enumerate(bands(pixels_HWC, height=height, width=width, rows=_UNIT)):
-            target = self._cells_TGhGwMhMwCFYX[pair, group].reshape(-1).view(_ITEM)
-            np.take(band_YCX.reshape(-1).view(_ITEM), order, out=target, mode="wrap")
+        order = _order(self._size[1], TEMPORAL_PATCH_SIZE)
+        with scratch() as memory:
+            for group, halves in enumerate(self._groups(pixels_HWC, memory)):
+                target = self._cells_TGhGwMhMwCFYX[pair, group].reshape(-1).view(_ITEM)
+                np.take(halves, order, out=target, mode="wrap")
         for frame in range(pair * TEMPORAL_PATCH_SIZE, (pair + 1) * TEMPORAL_PATCH_SIZE):
             self._filled[frame] = True
+
+    def _groups(self, pixels_HWC: NDArray[np.uint8], memory: Scratch) -> Iterator[NDArray[np.void]]:
+        """Half lines of every row of groups, top to bottom."""
+        height, width = self._size
+        for band_YCX in bands(pixels_HWC, height=height, width=width, unit=_UNIT, memory=memory):
+            yield from band_YCX.reshape(len(band_YCX) // _UNIT, -1).view(_ITEM)
 
     def repeat(self, frame: int) -> None:
         """Stores a copy of the frame before as frame number `frame`."""

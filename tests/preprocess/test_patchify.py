@@ -17,6 +17,7 @@ from preprocess import DecodeLimits, Frames
 from preprocess.bilinear import axis, bands
 from preprocess.image import decode_image
 from preprocess.patchify import PatchWriter, patchify
+from preprocess.scratch import Scratch
 from tests.oracles.effort import effort
 from tests.oracles.torch_patches import torch_patches
 
@@ -129,8 +130,8 @@ def test_wide_and_narrow_bands_have_the_same_bits() -> None:
     # The pass down has one form for narrow pictures and one for wide ones: a doubled picture is both.
     once = noise(70, 512)
     twice = np.concatenate([once, once], axis=1)
-    narrow = np.concatenate([band.copy() for band in bands(once, height=96, width=512, rows=32)])
-    wide = np.concatenate([band.copy() for band in bands(twice, height=96, width=1024, rows=32)])
+    narrow = np.concatenate([band.copy() for band in bands(once, height=96, width=512, unit=32, memory=Scratch())])
+    wide = np.concatenate([band.copy() for band in bands(twice, height=96, width=1024, unit=32, memory=Scratch())])
     np.testing.assert_array_equal(wide[:, :, :512], narrow)
     np.testing.assert_array_equal(wide[:, :, 512:], narrow)
 
