@@ -23,7 +23,7 @@ from preprocess.video.planned import Unproven, decode_planned
 from preprocess.video.scan import FewerFrames, scan
 from preprocess.video.stream import check_frame_size, pick_video_stream, upright_rgb
 
-# What undelivered parts may hold, unless every worker's own part needs more.
+# What parts that are begun and not taken may hold, unless two of them need more.
 _OPEN_PARTS_BYTES: Final = 256 * 1024 * 1024
 # A file whose end decodes differently every time would be sampled without end.
 _MAX_CHANGES: Final = 2
@@ -51,7 +51,7 @@ class OpenVideo:
     num_changes: int = 0
     """How often the frames were chosen again."""
     max_open_parts: int | None = None
-    """Parts begun and not taken at a time; None: as many as memory and threads suggest."""
+    """Parts begun and not taken at a time; None: by their size."""
     indices: NDArray[np.int64] = field(init=False)
     """Numbers of the chosen frames, in display order, without the repeated last one."""
     timestamps_s: NDArray[np.float32] = field(init=False)
@@ -94,7 +94,7 @@ class OpenVideo:
             put=put,
             patches_per_part=patches_per_part,
             raw=raw,
-            max_open_parts=self._parts_at_once(patches_per_part, raw, crew.num_threads + 1),
+            max_open_parts=self._parts_at_once(patches_per_part, raw),
         )
         try:
             self._decode_into(parts, crew, check_deadline)
@@ -126,6 +126,7 @@ class OpenVideo:
                     limits=self.limits,
                     crew=crew,
                     team=team,
+                    max_frames_ahead=parts.max_frames_ahead,
                     check_deadline=check_deadline,
                 )
             except Unproven:
@@ -155,8 +156,8 @@ class OpenVideo:
             self.content, cut, self.budget, self.limits, self.backend, self.frame_size, self.num_changes + 1
         )
 
-    def _parts_at_once(self, patches_per_part: int | None, raw: bool, num_workers: int) -> int:
-        """How many parts may be begun and not taken: few in bytes, but one for each worker to work at."""
+    def _parts_at_once(self, patches_per_part: int | None, raw: bool) -> int:
+        """How many parts may be begun and not taken: two, and more if they are small."""
         if self.max_open_parts is not None:
             return self.max_open_parts
         _, h, w = self.grid_thw
@@ -165,7 +166,7 @@ class OpenVideo:
             part_bytes = pairs * TEMPORAL_PATCH_SIZE * 3 * self.frame_size[0] * self.frame_size[1]
         else:
             part_bytes = pairs * h * w * PATCH_WIDTH * np.dtype(np.float32).itemsize
-        return max(num_workers + 1, _OPEN_PARTS_BYTES // part_bytes)
+        return max(2, _OPEN_PARTS_BYTES // part_bytes)
 
 
 def open_video(

@@ -65,6 +65,11 @@ class PartAssembly:
         self._oldest = 0
         self._changed = threading.Condition()
 
+    @property
+    def max_frames_ahead(self) -> int:
+        """How many frames there is room for at a time."""
+        return self._max_open_parts * self._frames_per_part
+
     def missing(self) -> list[int]:
         """Positions of the frames that have not come yet, ascending."""
         return [position for position, stored in enumerate(self._stored) if not stored]

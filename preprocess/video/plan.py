@@ -54,23 +54,26 @@ class NotPlannable(Exception):
     """A frame wanted has no start before it."""
 
 
-def plan(index: VideoIndex, wanted: Sequence[tuple[int, int]], *, num_workers: int) -> list[Task]:
+def plan(index: VideoIndex, wanted: Sequence[tuple[int, int]], *, num_workers: int, max_task_frames: int) -> list[Task]:
     """Tasks for the frames `wanted`, (place, frame number) pairs with both ascending.
 
     Tasks are in display order, so that early frames come first where workers take them in this order; about equal in
-    packets, and several for each worker, so that none waits long for the last. Raises NotPlannable.
+    packets, and several for each worker, so that none waits long for the last. A task has up to `max_task_frames`
+    frames, or one run. Raises NotPlannable.
     """
     runs = _runs(index, wanted)
     num_packets = sum(run.num_packets for run in runs)
     limit = max(_MIN_TASK_PACKETS, num_packets // (num_workers * _TASKS_PER_WORKER))
     tasks: list[list[Run]] = []
-    room = 0
+    room = frames_room = 0
     for run in runs:
-        if run.num_packets > room or not tasks:
+        if run.num_packets > room or len(run.targets) > frames_room:
             tasks.append([run])
             room = limit - run.num_packets
+            frames_room = max_task_frames - len(run.targets)
             continue
         room -= run.num_packets
+        frames_room -= len(run.targets)
         previous = tasks[-1][-1]
         if run.start <= previous.last + 1:
             # Nothing lies between them: the decoder goes on without starting anew.

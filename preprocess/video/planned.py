@@ -42,15 +42,18 @@ def decode_planned(
     limits: DecodeLimits,
     crew: Crew,
     team: Teamwork,
+    max_frames_ahead: int,
     check_deadline: Callable[[], None],
 ) -> None:
     """Emits the frames `wanted`, (place, frame number) pairs with both ascending, from this thread and the crew's.
+
+    `max_frames_ahead` is how far `emit` lets one worker run ahead of another: tasks are cut so that all fit in there.
 
     Raises Unproven, with some frames emitted (rightly) and others not; and what `emit` or `check_deadline` raises.
     """
     num_workers = crew.num_threads + 1
     try:
-        tasks = plan(index, wanted, num_workers=num_workers)
+        tasks = plan(index, wanted, num_workers=num_workers, max_task_frames=max_frames_ahead // (num_workers + 1))
     except NotPlannable as error:
         raise Unproven(str(error)) from error
     packet_of = {int(pts): packet for packet, pts in enumerate(index.pts)}

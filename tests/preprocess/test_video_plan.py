@@ -96,6 +96,7 @@ def planned(content: bytes, index: VideoIndex, numbers: list[int], crew: Crew) -
         limits=LIMITS,
         crew=crew,
         team=Teamwork(),
+        max_frames_ahead=1000,
         check_deadline=go_on,
     )
     return [found[place] for place in range(len(numbers))]
@@ -157,7 +158,7 @@ def test_leading_pictures_belong_to_the_run_before() -> None:
     index = read_index(encode(Clip("libx265", options=OPEN_HEVC, gop=20, num_frames=60)), LIMITS, go_on)
     (start,) = (int(packet) for packet in np.flatnonzero(index.is_start)[1:2])
     number = int(np.searchsorted(index.shown, -1)) + int(np.flatnonzero(index.shown == start)[0])
-    ((run,),) = plan(index, [(0, number - 1)], num_workers=1)
+    ((run,),) = plan(index, [(0, number - 1)], num_workers=1, max_task_frames=9)
     assert run.start == 0
     assert run.last > start
 
@@ -196,10 +197,12 @@ def own_start(index: VideoIndex, packet: int) -> int:
 
 
 @settings(max_examples=200, deadline=None)
-@given(index=indices(), data=st.data(), num_workers=st.integers(1, 4))
-def test_a_plan_holds_what_is_needed_and_no_more(index: VideoIndex, data: st.DataObject, num_workers: int) -> None:
+@given(index=indices(), data=st.data(), num_workers=st.integers(1, 4), max_task_frames=st.integers(0, 9))
+def test_a_plan_holds_what_is_needed_and_no_more(
+    index: VideoIndex, data: st.DataObject, num_workers: int, max_task_frames: int
+) -> None:
     numbers = data.draw(st.lists(st.integers(0, index.num_frames - 1), min_size=1, unique=True).map(sorted))
-    tasks = plan(index, list(enumerate(numbers)), num_workers=num_workers)
+    tasks = plan(index, list(enumerate(numbers)), num_workers=num_workers, max_task_frames=max_task_frames)
     runs = [run for task in tasks for run in task]
     # Every frame wanted is in one run, and all are in display order.
     found = [(target.place, target.packet) for run in runs for target in run.targets]
@@ -217,6 +220,8 @@ def test_a_plan_holds_what_is_needed_and_no_more(index: VideoIndex, data: st.Dat
     for task in tasks:
         # What one decoder does next to each other is done once.
         assert all(later.start > earlier.last + 1 for earlier, later in itertools.pairwise(task))
+        own_starts = {own_start(index, target.packet) for run in task for target in run.targets}
+        assert len(own_starts) == 1 or sum(len(run.targets) for run in task) <= max_task_frames
     assert_balanced(tasks, num_workers)
 
 
@@ -232,7 +237,7 @@ def test_frames_before_the_first_start_are_not_planned() -> None:
     index = read_index(encode(Clip()), LIMITS, go_on)
     late = replace(index, is_start=index.is_start & (np.arange(40) > 0))
     with pytest.raises(NotPlannable):
-        plan(late, [(0, 0)], num_workers=1)
+        plan(late, [(0, 0)], num_workers=1, max_task_frames=9)
 
 
 @pytest.mark.parametrize("field", ["size_bytes", "pts"])
