@@ -42,6 +42,7 @@ from preprocess.types import (
 )
 
 if TYPE_CHECKING:
+    from preprocess.device import patches_on
     from preprocess.fetch import Fetcher
     from preprocess.pipeline import LayoutChanged, OpenMedia, open_media, prepare
     from preprocess.pool import DecodePool
@@ -85,6 +86,7 @@ __all__ = [
     "expand",
     "media_key",
     "open_media",
+    "patches_on",
     "prepare",
 ]
 
@@ -94,6 +96,7 @@ _LOADED_ON_USE: Final = {
     "LayoutChanged": "preprocess.pipeline",
     "OpenMedia": "preprocess.pipeline",
     "open_media": "preprocess.pipeline",
+    "patches_on": "preprocess.device",
     "prepare": "preprocess.pipeline",
 }
 
