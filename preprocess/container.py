@@ -69,6 +69,9 @@ class PacketReader:
     def __iter__(self) -> Iterator[Any]:
         try:
             yield from self._container.demux(self._stream)
+        except IndexError:
+            # A track that appears on the way is missing from PyAV's list, and trips it after the last packet.
+            pass
         except (av.error.FFmpegError, OSError) as error:
             # FFmpeg's own words carry error numbers and "<none>" for the file's name.
             damage = "data ends too soon" if isinstance(error, av.error.EOFError) else "damaged data"
