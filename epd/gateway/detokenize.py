@@ -42,6 +42,11 @@ class TokenBytes:
         """Bytes of the token with the longest spelling."""
         return self._longest_bytes
 
+    @property
+    def largest_id(self) -> int:
+        """The largest id of any token, -1 of an empty vocabulary."""
+        return max(self._spelled, default=-1)
+
     def visible(self, token_id: int) -> bytes:
         """What the token adds to the answer. A padding row of the vocabulary, without a spelling, adds nothing."""
         return self._bytes.get(token_id, b"")

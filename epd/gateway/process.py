@@ -3,9 +3,11 @@
 import asyncio
 import logging
 import signal
+import sys
 
 import uvloop
 
+from encoder.checkpoint import CheckpointError
 from encoder.client import EncoderClient
 from epd.config import GatewayConfig
 from epd.gateway.app import create_app, start_gateway
@@ -15,6 +17,8 @@ from preprocess.config import FetchLimits
 from preprocess.fetch import Fetcher
 
 logger = logging.getLogger(__name__)
+
+_EXIT_REFUSED = 2
 
 
 def fetch_limits(config: GatewayConfig) -> FetchLimits:
@@ -29,7 +33,8 @@ def fetch_limits(config: GatewayConfig) -> FetchLimits:
 
 
 async def serve_gateway(config: GatewayConfig, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set. Raises ValueError or OSError for a model directory or a port that cannot be used."""
+    """Serve until `stop` is set. Raises CheckpointError for a model directory and OSError for a port that cannot be
+    used."""
     renderer = Renderer.load(config.model_dir)
     async with Fetcher(fetch_limits(config)) as fetcher, EncoderClient.connect(config.encoders) as encoder:
         app = create_app(
@@ -49,13 +54,20 @@ async def serve_gateway(config: GatewayConfig, stop: asyncio.Event) -> None:
 
 
 def run_gateway(config: GatewayConfig) -> None:
-    """Run the gateway in this process until SIGTERM."""
+    """Run the gateway in this process until SIGTERM.
+
+    A checkpoint that cannot work ends it with one line in the log and exit code 2: starting again is no use.
+    """
 
     async def main() -> None:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         # SIGINT is the supervisor's: a Ctrl-C reaches every stage at once and would end them in no order.
         loop.add_signal_handler(signal.SIGTERM, stop.set)
-        await serve_gateway(config, stop)
+        try:
+            await serve_gateway(config, stop)
+        except CheckpointError as error:
+            logger.error("gateway cannot start: %s", " ".join(str(error).split()))
+            sys.exit(_EXIT_REFUSED)
 
     uvloop.run(main())

@@ -6,15 +6,22 @@ Text pieces between media are tokenised separately. A medium is the template's p
 guarded and can spell neither placeholders nor any other special token.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from encoder.checkpoint import CheckpointError
 from epd.errors import ContextTooLong, InvalidRequest
 from epd.gateway.answer import THINK_CLOSE, THINK_OPEN
+from epd.gateway.checkpoint import (
+    check_end_tokens,
+    read_config,
+    read_generation,
+    read_template,
+    read_vocabulary,
+)
 from epd.gateway.conversation import Conversation
 from epd.gateway.schema import THINKING_EFFORTS
 from epd.gateway.template import ChatTemplate
@@ -102,14 +109,17 @@ class Renderer:
 
     @classmethod
     def load(cls, model_dir: Path) -> "Renderer":
-        """Raises ValueError or OSError for a directory that is no usable checkpoint."""
-        generation_path = model_dir / "generation_config.json"
-        return cls(
-            vocabulary=Vocabulary.load(model_dir / "tokenizer.json"),
-            template=ChatTemplate.load(model_dir),
-            config=json.loads((model_dir / "config.json").read_text(encoding="utf-8")),
-            generation=json.loads(generation_path.read_text(encoding="utf-8")) if generation_path.exists() else {},
-        )
+        """Raises CheckpointError naming the file for a directory that is no usable checkpoint."""
+        path = model_dir / "config.json"
+        config = read_config(model_dir)
+        vocab_size = config["vocab_size"]
+        check_end_tokens(path, config, vocab_size)
+        vocabulary = read_vocabulary(model_dir, vocab_size)
+        template, generation = read_template(model_dir), read_generation(model_dir, vocab_size)
+        try:
+            return cls(vocabulary=vocabulary, template=template, config=config, generation=generation)
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {error}") from error
 
     def render(self, conversation: Conversation) -> Prompt:
         """Raises ContextTooLong, and InvalidRequest also when the template does not place every medium exactly once."""

@@ -13,10 +13,13 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from encoder.checkpoint import CheckpointError, read_json_object
 from epd.gateway.answer import THINK_CLOSE, THINK_OPEN
 from epd.gateway.detokenize import TokenBytes
 from epd.gateway.toolcalls import CALL_CLOSE, CALL_OPEN
+from preprocess.ranges import Whole, shown_value
 
+_TOKEN_ID = Whole(0, 2**24 - 1)
 # Part of the answer's text even where a tokenizer calls them special: `epd.gateway.answer` reads them.
 _ALWAYS_VISIBLE = frozenset({THINK_OPEN, THINK_CLOSE, CALL_OPEN, CALL_CLOSE})
 
@@ -31,12 +34,17 @@ class Vocabulary:
         for token in added:
             if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
                 raise ValueError(f"added token {token['content']!r} has lstrip, rstrip or single_word set; unsupported")
-        self.special_ids: dict[str, int] = {token["content"]: int(token["id"]) for token in added}
+        self.special_ids: dict[str, int] = {token["content"]: token["id"] for token in added}
         hidden = {
             int(token["id"]) for token in added if token.get("special") and token["content"] not in _ALWAYS_VISIBLE
         }
-        self._plain = Tokenizer.from_str(
-            json.dumps({**spec, "added_tokens": [], "post_processor": None, "truncation": None, "padding": None})
+        for spelling, token_id in [*spec["model"]["vocab"].items(), *self.special_ids.items()]:
+            if token_id not in _TOKEN_ID:
+                raise ValueError(
+                    f"token {shown_value(spelling)} has id {shown_value(token_id)}, allowed is {_TOKEN_ID}"
+                )
+        self._plain = _library_tokenizer(
+            {**spec, "added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
         )
         self.token_bytes = TokenBytes(spec["model"]["vocab"], self.special_ids, hidden=hidden)
         by_length = sorted(self.special_ids, key=len, reverse=True)
@@ -46,7 +54,19 @@ class Vocabulary:
 
     @classmethod
     def load(cls, path: Path) -> "Vocabulary":
-        return cls(json.loads(path.read_text(encoding="utf-8")))
+        """Raises CheckpointError for a file that cannot be read or is no tokenizer of this kind."""
+        spec = read_json_object(path)
+        try:
+            return cls(spec)
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        except (AttributeError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} is not laid out like a tokenizer: {error!r}") from error
+
+    @property
+    def num_token_ids(self) -> int:
+        """One more than the largest id of a token."""
+        return self.token_bytes.largest_id + 1
 
     def fewest_tokens(self, text: str) -> int:
         """A lower bound of the tokens of template output, without tokenising it."""
@@ -85,6 +105,13 @@ class Vocabulary:
     def spell(self, token_ids: Sequence[int]) -> bytes:
         """The tokens' own bytes, special ones included."""
         return b"".join(self.token_bytes.spelled(token_id) for token_id in token_ids)
+
+
+def _library_tokenizer(spec: dict[str, Any]) -> Tokenizer:
+    try:
+        return Tokenizer.from_str(json.dumps(spec))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"no tokenizer can be made of it: {error}") from error
 
 
 def _require_byte_level(spec: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ memory, headers are compared with it, then bytes go from the files into place, a
 have to be converted on the way. Memory in use is the final tensors and that piece.
 """
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -16,7 +15,17 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from encoder.checkpoint import CheckpointError, FileTensor, TensorReader, find_tensors, mismatches
+from encoder.checkpoint import (
+    INDEX_FILE,
+    CheckpointError,
+    FileTensor,
+    Scan,
+    TensorReader,
+    mismatches,
+    read_json_object,
+    scan_tensors,
+    shown,
+)
 from epd.config import QkvLayout, WeightStorage
 from epd.kernels.quantized import dequantize_fp8, dequantize_mxfp4
 from epd.model.config import TextConfig
@@ -78,12 +87,12 @@ def load_text_model(
     Raises ConfigError, CheckpointError for files that are missing or damaged, or WeightsError naming every tensor that
     is missing, unexpected, of the wrong shape or of a dtype that is not implemented.
     """
-    config = TextConfig.from_hf(json.loads((model_dir / "config.json").read_text()), window_left)
+    config = TextConfig.from_hf(read_json_object(model_dir / "config.json"), window_left)
     fused = _fused(config, qkv_layout)
     passed_over = _TOWER_PREFIXES if with_mtp else (*_TOWER_PREFIXES, "model.mtp.")
-    tensors = find_tensors(model_dir, lambda name: not name.startswith(passed_over))
-    model = HybridModel(config, stored_mtp_layers(tensors), dtype=dtype, device="meta")
-    sources = _sources(tensors, dict(file_slots(model, fused)), config)
+    scan = scan_tensors(model_dir, lambda name: not name.startswith(passed_over))
+    model = HybridModel(config, stored_mtp_layers(scan.tensors), dtype=dtype, device="meta")
+    sources = _sources(scan, dict(file_slots(model, fused)), config)
     pieces = _pack(sources.values(), config, dtype, device) if weights == "keep" else {}
     matrix_dtype = dtype if weights is None or weights == "keep" else _STORAGE_DTYPES[weights]
     _allocate(model, sources, matrix_dtype, device)
@@ -116,8 +125,9 @@ def _fused(config: TextConfig, qkv_layout: QkvLayout) -> Fused:
     return "interleaved" if qkv_layout == "auto" else qkv_layout
 
 
-def _sources(tensors: dict[str, FileTensor], slots: dict[str, FileSlot], config: TextConfig) -> dict[str, _Source]:
+def _sources(scan: Scan, slots: dict[str, FileSlot], config: TextConfig) -> dict[str, _Source]:
     """Compare the headers with what the model needs, before any tensor is read. Raises WeightsError."""
+    tensors = scan.tensors
     needed: dict[str, tuple[int, ...]] = {}
     dtypes = []
     sources = {}
@@ -141,10 +151,23 @@ def _sources(tensors: dict[str, FileTensor], slots: dict[str, FileSlot], config:
         if scale in tensors and tensors[scale].dtype not in scale_dtypes:
             dtypes.append(f"{scale} ({tensors[scale].dtype})")
         sources[name] = _Source(slot, tensor, form or "plain", None if scale is None else tensors.get(scale))
-    lines = mismatches(needed, {name: tensor.shape for name, tensor in tensors.items()}, dtypes)
+    # Of a file that cannot be read the file is at fault, not its tensors.
+    known = {name: shape for name, shape in needed.items() if name in tensors or _is_known(scan, name)}
+    lines = [
+        *scan.faults,
+        *scan.conflicts,
+        *mismatches(known, {name: tensor.shape for name, tensor in tensors.items()}, dtypes),
+    ]
+    if needless := [name for names in scan.absent.values() for name in names if name not in needed]:
+        lines.append(f"{INDEX_FILE} lists tensors that no file holds and nothing calls for: {shown(needless)}")
     if lines:
         raise WeightsError("weight files do not match the configuration\n" + "\n".join(lines))
     return sources
+
+
+def _is_known(scan: Scan, name: str) -> bool:
+    """Whether a tensor that was not found is missing, rather than in a file that cannot be read."""
+    return scan.knows_all and name not in scan.unread
 
 
 def _form(tensor: FileTensor, num_dims: int, config: TextConfig) -> Form | None:
