@@ -126,3 +126,15 @@ def with_cover(song: bytes, cover: bytes) -> bytes:
     frame = b"APIC" + struct.pack(">I", len(picture)) + b"\0\0" + picture
     size = bytes(len(frame) >> shift & 127 for shift in (21, 14, 7, 0))
     return b"ID3\3\0\0" + size + frame + song
+
+
+def damaged(clip: bytes, packets: range) -> bytes:
+    """The mp4 with the payload of these packets of its video overwritten, so that they do not decode."""
+    data = bytearray(clip)
+    with av.open(io.BytesIO(clip), mode="r") as container:
+        found = [packet for packet in container.demux(video=0) if packet.size]
+    for number in packets:
+        packet = found[number]
+        assert packet.pos is not None
+        data[packet.pos + 4 : packet.pos + packet.size] = b"\xff" * (packet.size - 4)
+    return bytes(data)

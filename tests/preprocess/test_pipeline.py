@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 import preprocess
-from preprocess import MediaError, MediaKey, MediaOptions, MediaUndecodable, Modality, PreparedMedia, ProcessorConfig
-from preprocess.pipeline import prepare
-from tests.fakes.clips import blocks, make_video, picture_file, sine, sound_file
+from preprocess import (
+    Crew,
+    MediaDecodeTimeout,
+    MediaError,
+    MediaKey,
+    MediaOptions,
+    MediaPart,
+    MediaUndecodable,
+    Modality,
+    Patches,
+    Pixels,
+    PreparedMedia,
+    ProcessorConfig,
+)
+from preprocess.pipeline import LayoutChanged, OpenMedia, open_media, prepare
+from tests.fakes.clips import blocks, damaged, make_video, picture_file, sine, sound_file
 
 KEY = MediaKey("0" * 32)
 
@@ -117,3 +131,108 @@ def test_the_package_and_its_light_modules_do_not_load_torch() -> None:
         "import preprocess, preprocess.fetch, preprocess.tokens, preprocess.keys, sys; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    crew = Crew(2)
+    yield crew
+    crew.close()
+
+
+def opened(content: bytes, modality: Modality, config: ProcessorConfig, crew: Crew | None = None) -> OpenMedia:
+    return open_media(content, modality=modality, options=MediaOptions(), config=config, key=KEY, crew=crew)
+
+
+def test_media_opened_and_decoded_in_parts_are_what_prepare_makes(tiny: ProcessorConfig, crew: Crew) -> None:
+    contents = {
+        Modality.IMAGE: picture_file(blocks(100, 200, 0)),
+        Modality.VIDEO: make_video(90, gop=10, sound=sine(9.0)[:, 0]),
+        Modality.AUDIO: sound_file(sine(1.0)),
+    }
+    for modality, content in contents.items():
+        whole = run(content, modality, tiny)
+        media = opened(content, modality, tiny, crew)
+        assert media.key == KEY
+        assert media.layout == whole.layout
+        parts: list[MediaPart] = []
+        media.decode(parts.append, patches_per_part=150)
+        parts.sort(key=lambda part: part.first_pair)
+        values = [part.pictures.pixel_values for part in parts if isinstance(part.pictures, Patches)]
+        if whole.patches is None:
+            assert not parts
+        else:
+            np.testing.assert_array_equal(np.concatenate(values), whole.patches.pixel_values)
+        assert (media.mel is None) == (whole.mel is None)
+        if media.mel is not None and whole.mel is not None:
+            np.testing.assert_array_equal(media.mel.log_mel, whole.mel.log_mel)
+        assert media.warnings == whole.warnings
+
+
+def test_raw_pictures_come_with_the_size_they_are_to_have(tiny: ProcessorConfig) -> None:
+    picture = blocks(100, 200, 0)
+    media = opened(picture_file(picture), Modality.IMAGE, tiny)
+    parts: list[MediaPart] = []
+    media.decode(parts.append, raw=True)
+    (part,) = parts
+    assert isinstance(part.pictures, Pixels)
+    first, second = part.pictures.frames
+    assert first is second
+    np.testing.assert_array_equal(first, picture)
+    assert part.pictures.grid_thw == media.layout.grid_thw
+    assert (part.pictures.height, part.pictures.width) == (96, 192)
+
+
+def test_a_layout_that_changes_says_so(tiny: ProcessorConfig, crew: Crew) -> None:
+    content = damaged(make_video(40, corner=True), range(20, 40))
+    media = opened(content, Modality.VIDEO, tiny, crew)
+    first_layout = media.layout
+    with pytest.raises(LayoutChanged) as change:
+        media.decode(lambda part: None, patches_per_part=1)
+    again = change.value.opened
+    assert again.key == KEY
+    assert again.layout.timestamps_s[-1] < 2.0 < first_layout.timestamps_s[-1]
+    parts: list[MediaPart] = []
+    again.decode(parts.append)
+    assert [part.pictures.grid_thw for part in parts] == [again.layout.grid_thw]
+    whole = run(content, Modality.VIDEO, tiny)
+    assert whole.layout == again.layout
+    assert any("decode; sampled over those" in warning for warning in whole.warnings)
+
+
+def test_a_missing_track_that_was_asked_for_is_an_error_whoever_looks(tiny: ProcessorConfig, crew: Crew) -> None:
+    media = open_media(
+        make_video(20),
+        modality=Modality.VIDEO,
+        options=MediaOptions(use_audio=True),
+        config=tiny,
+        key=KEY,
+        crew=crew,
+    )
+    for _ in range(2):
+        with pytest.raises(MediaUndecodable, match="use_audio is true"):
+            _ = media.layout
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_the_deadline_holds_in_every_thread(tiny: ProcessorConfig, num_threads: int) -> None:
+    team = Crew(num_threads)
+    calls = 0
+
+    def check() -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 30:
+            raise MediaDecodeTimeout("late")
+
+    with pytest.raises(MediaDecodeTimeout):
+        prepare(
+            make_video(200, gop=10, sound=sine(20.0)[:, 0]),
+            modality=Modality.VIDEO,
+            options=MediaOptions(fps=5.0),
+            config=tiny,
+            key=KEY,
+            crew=team,
+            check_deadline=check,
+        )
+    team.close()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from preprocess import MediaInvalid, MediaUndecodable
 from preprocess.config import VideoBudget
-from preprocess.resize import UNIT, frame_indices, num_sampled_frames, smart_resize
+from preprocess.resize import UNIT, choose_frames, frame_indices, num_sampled_frames, smart_resize
 
 SIDES = st.integers(1, 20_000)
 
@@ -73,3 +73,55 @@ def test_a_thin_picture_skips_the_aspect_check() -> None:
     height, width = smart_resize(1, 1000, min_pixels=8192, max_pixels=8_388_608)
     assert height >= UNIT
     assert math.isclose(width / height, 1000, rel_tol=0.6)
+
+
+def budget_of(fps: float, *, max_frames: int = 1000) -> VideoBudget:
+    return VideoBudget(1024, 65536, 1048576, fps, min_frames=2, max_frames=max_frames, num_frames=None, use_audio=None)
+
+
+@settings(max_examples=100)
+@given(
+    num_frames=st.integers(1, 500),
+    rate_fps=st.floats(1, 60),
+    jitter=st.floats(0, 0.99),
+    fps=st.floats(0.1, 10),
+    seed=st.integers(0, 3),
+)
+def test_even_frames_are_chosen_by_index(
+    num_frames: int, rate_fps: float, jitter: float, fps: float, seed: int
+) -> None:
+    budget = budget_of(fps)
+    offsets = np.random.default_rng(seed).uniform(-jitter, jitter, num_frames)
+    offsets[0] = 0
+    times_s = (np.arange(num_frames) + offsets) / rate_fps
+    plain = choose_frames(num_frames, rate_fps, None, budget)
+    timed = choose_frames(num_frames, rate_fps, np.sort(times_s), budget)
+    np.testing.assert_array_equal(plain[0], frame_indices(num_frames, num_sampled_frames(num_frames, rate_fps, budget)))
+    np.testing.assert_array_equal(plain[0], timed[0])
+    np.testing.assert_array_equal(plain[1], timed[1])
+    assert timed[1].dtype == np.float32
+
+
+@settings(max_examples=100)
+@given(gaps_s=st.lists(st.floats(0.001, 5), min_size=2, max_size=200), fps=st.floats(0.2, 10))
+def test_uneven_frames_are_chosen_by_time(gaps_s: list[float], fps: float) -> None:
+    times_s = np.concatenate([[0.0], np.cumsum(gaps_s)])
+    num_frames = len(times_s)
+    rate_fps = 4 * num_frames / times_s[-1]
+    indices, chosen_s = choose_frames(num_frames, rate_fps, times_s, budget_of(fps))
+    np.testing.assert_array_equal(chosen_s, times_s[indices].astype(np.float32))
+    assert (np.diff(indices) > 0).all()
+    assert indices[0] == 0
+    assert indices[-1] == num_frames - 1
+    # As many moments as the length asks for, evenly spread; of each the last frame that is not after it.
+    num_moments = num_sampled_frames(num_frames, (num_frames - 1) / times_s[-1], budget_of(fps))
+    shown = {max(i for i in range(num_frames) if times_s[i] <= t) for t in np.linspace(0, times_s[-1], num_moments)}
+    assert set(indices.tolist()) == shown
+
+
+def test_a_long_pause_is_not_filled_with_its_neighbours() -> None:
+    # Ten frames in the first second, then one each ten seconds: by index, all but a few would be of the first second.
+    times_s = np.array([*np.arange(10) / 10, 10, 20, 30, 40, 50])
+    indices, chosen_s = choose_frames(15, 0.3, times_s, budget_of(0.2))
+    assert indices.tolist() == [0, 9, 10, 11, 12, 13, 14]
+    assert chosen_s.tolist() == pytest.approx([0, 0.9, 10, 20, 30, 40, 50])

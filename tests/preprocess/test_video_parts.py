@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
-import av
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -18,7 +16,7 @@ from preprocess.config import VideoBudget
 from preprocess.types import MediaPart, Patches, Pixels
 from preprocess.video import OpenVideo, VideoChanged, open_video, read_index
 from preprocess.video.parts import PartAssembly, Stopped
-from tests.fakes.clips import blocks, grey_of_frame, make_video
+from tests.fakes.clips import blocks, damaged, grey_of_frame, make_video
 
 LIMITS = DecodeLimits()
 NUM_FRAMES = 90
@@ -177,19 +175,12 @@ def test_an_error_stops_all_workers_and_comes_out_once(
     assert len(decoded(opened(clip, budget), crew)) == 1
 
 
-def damaged(content: bytes, first_group: int, last_group: int) -> tuple[bytes, range]:
-    """The clip with the packets of these groups of pictures overwritten, and the numbers of the frames lost."""
+def without_groups(content: bytes, first: int, last: int) -> tuple[bytes, range]:
+    """The clip with these groups of pictures damaged, and the numbers of the frames lost."""
     index = read_index(content, LIMITS, go_on)
     starts = [*np.flatnonzero(index.is_start).tolist(), len(index.pts)]
-    lost = range(starts[first_group], starts[last_group + 1])
-    data = bytearray(content)
-    with av.open(io.BytesIO(content), mode="r") as container:
-        found = [packet for packet in container.demux(video=0) if packet.size]
-    for number in lost:
-        packet = found[number]
-        assert packet.pos is not None
-        data[packet.pos + 4 : packet.pos + packet.size] = b"\xff" * (packet.size - 4)
-    return bytes(data), lost
+    lost = range(starts[first], starts[last + 1])
+    return damaged(content, lost), lost
 
 
 def greys_of(parts: list[MediaPart], num_frames: int) -> NDArray[np.float64]:
@@ -198,7 +189,7 @@ def greys_of(parts: list[MediaPart], num_frames: int) -> NDArray[np.float64]:
 
 
 def test_a_damaged_group_in_the_middle_costs_only_its_frames(clip: bytes, budget: VideoBudget, crew: Crew) -> None:
-    content, lost = damaged(clip, 3, 3)
+    content, lost = without_groups(clip, 3, 3)
     video = opened(content, budget)
     greys = greys_of(decoded(video, crew, patches_per_part=100, raw=True), len(video.indices))
     numbers = video.indices
@@ -213,7 +204,7 @@ def test_a_damaged_group_in_the_middle_costs_only_its_frames(clip: bytes, budget
 
 
 def test_a_damaged_end_makes_another_choice(clip: bytes, budget: VideoBudget, crew: Crew) -> None:
-    content, lost = damaged(clip, 6, -2)
+    content, lost = without_groups(clip, 6, -2)
     video = opened(content, budget)
     with pytest.raises(VideoChanged) as change:
         decoded(video, crew)
@@ -227,7 +218,7 @@ def test_a_damaged_end_makes_another_choice(clip: bytes, budget: VideoBudget, cr
 
 
 def test_the_choice_changes_a_few_times_at_most(clip: bytes, budget: VideoBudget, crew: Crew) -> None:
-    content, lost = damaged(clip, 6, -2)
+    content, lost = without_groups(clip, 6, -2)
     video = opened(content, budget)
     video.num_changes = 2
     greys = greys_of(decoded(video, crew, raw=True), len(video.indices))
@@ -236,7 +227,7 @@ def test_the_choice_changes_a_few_times_at_most(clip: bytes, budget: VideoBudget
 
 
 def test_a_file_of_nothing_but_damage_is_an_error(clip: bytes, budget: VideoBudget) -> None:
-    content, _ = damaged(clip, 0, -2)
+    content, _ = without_groups(clip, 0, -2)
     with pytest.raises(MediaUndecodable, match="no frame of the video decodes"):
         opened(content, budget)
 
