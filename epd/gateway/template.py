@@ -1,7 +1,7 @@
 """The checkpoint's own chat template, rendered the way Transformers does: same sandbox, filters, functions and tags.
 
-A template comes with its checkpoint. It can reach nothing but the messages, and a render has a bounded number of steps;
-a template that fails, refuses or runs away is an error of the request, never of the process.
+A template comes with its checkpoint. It can reach nothing but the messages, and a render has a budget (see
+`epd.gateway.sandbox`); a template that fails, refuses or runs away is an error of the request, never of the process.
 """
 
 import datetime
@@ -11,67 +11,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-import jinja2.ext
 import jinja2.meta
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 
 from epd.errors import InvalidRequest
+from epd.gateway.sandbox import Budget, RanAway, Sandbox
 
-# Passes of loops and macro calls in one render; long conversations take thousands.
-_MAX_STEPS = 5_000_000
-_MAX_POWER_BITS = 4096
-_STEP = "count_step"
 # What a template can meet in shapes its author did not think of, beside jinja's own errors.
 _FAILURES = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError)
 
 
 class _Refused(Exception):
     """The template called `raise_exception`."""
-
-
-class _RanAway(Exception):
-    """The render took more steps than any conversation needs."""
-
-
-class _Steps:
-    """The budget of one render."""
-
-    def __init__(self) -> None:
-        self._num_left = _MAX_STEPS
-
-    def count(self, num_steps: int = 1) -> str:
-        self._num_left -= num_steps
-        if self._num_left < 0:
-            raise _RanAway(f"more than {_MAX_STEPS} steps")
-        return ""
-
-    def range(self, *bounds: int) -> range:
-        steps = jinja2.sandbox.safe_range(*bounds)
-        self.count(len(steps))
-        return steps
-
-
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """No attribute that leads out, no change to what is given, no power that takes hours to compute."""
-
-    intercepted_binops = frozenset({"**"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > _MAX_POWER_BITS:
-            raise ValueError(f"a power has more than {_MAX_POWER_BITS} bits")
-        return super().call_binop(context, operator, left, right)
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what the model wrote, for training; here its body alone matters."""
-
-    tags = {"generation"}  # noqa: RUF012 -- the library's own attribute
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 class ChatTemplate:
@@ -130,9 +80,9 @@ class ChatTemplate:
             return self._compiled(bool(tools)).render({**given, "add_generation_prompt": True})
         except _Refused as error:
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from error
-        except (jinja2.TemplateError, _RanAway, *_FAILURES) as error:
+        except (jinja2.TemplateError, RanAway, *_FAILURES) as error:
             raise InvalidRequest(
-                f"the chat template cannot render these messages: {error or type(error).__name__}", param="messages"
+                f"the chat template cannot render these messages: {_reason(error)}", param="messages"
             ) from error
 
     def _compiled(self, with_tools: bool) -> "_Compiled":
@@ -143,34 +93,19 @@ class _Compiled:
     """One template. `variables` are the names it reads."""
 
     def __init__(self, source: str) -> None:
-        # trim_blocks and lstrip_blocks are what templates are written for.
-        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation])
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = _strftime_now
+        sandbox = Sandbox()
+        sandbox.globals["raise_exception"] = _refuse
+        sandbox.globals["strftime_now"] = _strftime_now
         try:
-            tree = environment.parse(source)
-            self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
-            _count_steps(tree, environment)
-            code = environment.compile(tree)
+            self._template, tree = sandbox.compile_counted(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"chat template, line {error.lineno}: {error.message}") from error
         except (RecursionError, SyntaxError) as error:
             raise ValueError(f"chat template: nested too deeply ({error})") from error
-        self._template = environment.template_class.from_code(environment, code, environment.make_globals(None))
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
 
     def render(self, given: Mapping[str, Any]) -> str:
-        steps = _Steps()
-        return self._template.render({**given, "range": steps.range, _STEP: steps.count})
-
-
-def _count_steps(tree: jinja2.nodes.Template, environment: jinja2.Environment) -> None:
-    """Make every pass of a loop and every call of a macro count."""
-    for node in list(tree.find_all(jinja2.nodes.Stmt)):
-        if isinstance(node, jinja2.nodes.For | jinja2.nodes.Macro | jinja2.nodes.CallBlock):
-            call = jinja2.nodes.Call(jinja2.nodes.Name(_STEP, "load"), [], [], None, None)
-            node.body.insert(0, jinja2.nodes.ExprStmt(call).set_lineno(node.lineno))
-    tree.set_environment(environment)
+        return self._template.render({**given, **Budget().variables()})
 
 
 def _sources(model_dir: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
@@ -212,15 +147,9 @@ def _spelling(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes for HTML; templates are written for this one.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _reason(error: Exception) -> str:
+    # Some say nothing: MemoryError().
+    return str(error) or type(error).__name__
 
 
 def _refuse(message: str) -> NoReturn:

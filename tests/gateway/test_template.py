@@ -284,7 +284,7 @@ def test_what_published_templates_use(source: str, expected: str) -> None:
         "{{ ''|attr('__class__')|attr('__base__')|list|first|int + none }}",
         "{{ range.__func__.__globals__ }}",
         "{{ range.__self__._num_left }}",
-        "{{ count_step.__self__ }}{{ count_step.__func__.__globals__['json'] }}",
+        "{{ range.__self__ }}{{ range.__func__.__globals__['json'] }}",
         "{{ raise_exception.__globals__['json'] }}",
         "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
         "{{ self.__init__.__globals__['__builtins__'] }}",
@@ -308,7 +308,7 @@ def test_what_published_templates_use(source: str, expected: str) -> None:
     ],
 )
 def test_a_template_that_fails_is_the_request_s_error(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epd.gateway.template._MAX_STEPS", 20_000)
+    monkeypatch.setattr("epd.gateway.sandbox.MAX_STEPS", 20_000)
     with pytest.raises(InvalidRequest) as refused:
         rendered(source)
     assert refused.value.param == "messages"
