@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cli.load import ConfigError, resolve_model
 from cli.media_files import MediaFileError, expand_paths
 from preprocess.errors import MediaError
-from preprocess.types import OPTIONS_OF, Detail, MediaOptions, Modality
+from preprocess.types import OPTIONS_OF, Detail, MediaKey, MediaLayout, MediaOptions, Modality
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
     from encoder import LocalEncoder
 
+    Result = tuple[MediaLayout, NDArray[np.float32], MediaKey]
+
+_FILES_AT_ONCE = 2
 console = Console(stderr=True, highlight=False)
 
 
@@ -146,7 +150,16 @@ def _check_target(target: Path, inputs: list[Path]) -> None:
 def _encode_all(
     encoder: "LocalEncoder", inputs: list[tuple[Path, Modality]], options: MediaOptions, *, quiet: bool
 ) -> Encoded:
-    """One bad file costs only itself."""
+    """One bad file costs only itself. Results keep the order of the inputs. Closes the encoder."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def one(item: tuple[Path, Modality]) -> "Result | MediaError | OSError":
+        path, modality = item
+        try:
+            return encoder.encode(path.read_bytes(), modality, options.applying_to(modality))
+        except (MediaError, OSError) as error:
+            return error
+
     done = Encoded()
     columns = (
         TextColumn("{task.description}"),
@@ -155,28 +168,36 @@ def _encode_all(
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as progress:
+    with (
+        Progress(*columns, console=console, disable=quiet or not console.is_terminal) as progress,
+        # The next file is read and decoded while the tower works on this one.
+        ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="file") as threads,
+        # First of all that ends here: whoever interrupts does not wait for the files under way.
+        closing(encoder),
+    ):
         task = progress.add_task("encoding", total=len(inputs))
-        for path, modality in inputs:
-            name = str(path)
-            progress.update(task, description=path.name[:40])
-            try:
-                layout, rows, key = encoder.encode(path.read_bytes(), modality, options.applying_to(modality))
-            except (MediaError, OSError) as error:
-                done.failures[name] = str(error)
+        # `map` drops the files that have not begun when it is interrupted.
+        for (path, modality), result in zip(inputs, threads.map(one, inputs), strict=True):
+            progress.update(task, description=path.name[:40], advance=1)
+            if isinstance(result, Exception):
+                done.failures[str(path)] = str(result)
             else:
-                done.tensors[name] = rows
-                done.metadata[name] = {
-                    "key": key,
-                    "modality": str(modality),
-                    "rows": int(rows.shape[0]),
-                    "width": int(rows.shape[1]),
-                    "grid_thw": layout.grid_thw,
-                    "timestamps_s": layout.timestamps_s,
-                    "num_audio_rows": layout.num_audio_rows,
-                }
-            progress.advance(task)
+                _add(done, str(path), modality, result)
     return done
+
+
+def _add(done: Encoded, name: str, modality: Modality, result: "Result") -> None:
+    layout, rows, key = result
+    done.tensors[name] = rows
+    done.metadata[name] = {
+        "key": key,
+        "modality": str(modality),
+        "rows": int(rows.shape[0]),
+        "width": int(rows.shape[1]),
+        "grid_thw": layout.grid_thw,
+        "timestamps_s": layout.timestamps_s,
+        "num_audio_rows": layout.num_audio_rows,
+    }
 
 
 def _write(target: Path, tensors: dict[str, "NDArray[np.float32]"], metadata: dict[str, str]) -> None:
