@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
-from typing import Any
+from typing import Any, cast
 
 import av
 import numpy as np
@@ -14,9 +14,21 @@ import pytest
 from av.stream import Disposition
 from numpy.typing import NDArray
 
-from preprocess import DecodeLimits, MediaDecodeTimeout, MediaTooLarge, MediaUndecodable, MediaUnsupported, Waveform
+from preprocess import (
+    DecodeLimits,
+    MediaDecodeTimeout,
+    MediaOptions,
+    MediaTooLarge,
+    MediaUndecodable,
+    MediaUnsupported,
+    Modality,
+    ProcessorConfig,
+    Waveform,
+    media_key,
+)
 from preprocess.audio import audio_mel, decode_audio, decode_track, log_mel, track_mel
 from preprocess.config import AudioBudget
+from preprocess.container import PacketReader
 from tests.fakes.clips import index_first, make_video, sine, sound_file
 
 LIMITS = DecodeLimits()
@@ -431,3 +443,36 @@ def test_the_track_of_a_video_is_its_mel() -> None:
     assert warnings == ()
     np.testing.assert_array_equal(mel.log_mel, log_mel(waveform, BUDGET).log_mel)
     assert track_mel(make_video(3), BUDGET, LIMITS) == (None, ())
+
+
+def test_a_track_that_appears_on_the_way_is_no_error() -> None:
+    class Container:
+        """PyAV, where a joined file has more tracks at its end than at its start."""
+
+        def demux(self, _: object) -> Iterator[str]:
+            yield "packet"
+            raise IndexError
+
+    reader = PacketReader(cast(Any, Container()), None)
+    assert list(reader) == ["packet"]
+    assert reader.damage is None
+
+
+def test_the_resampler_is_a_setting_and_part_of_the_key(golden: dict[str, Any]) -> None:
+    def config(**extra: object) -> ProcessorConfig:
+        return ProcessorConfig.from_hf({"processor_config": {**golden["processor_config"]["tiny"], **extra}})
+
+    content = sound_file(song(48_000), 48_000)
+    keys, mels = [], []
+    for chosen in (config(), config(audio_resampler="published"), config(audio_resampler="soxr_hq")):
+        keys.append(
+            media_key(content, modality=Modality.AUDIO, options=MediaOptions(), processor=chosen, tower_fingerprint="x")
+        )
+        mels.append(audio_mel(content, chosen.audio, LIMITS)[0].log_mel)
+    assert keys[0] == keys[1] != keys[2]
+    assert config().fingerprint() != config(audio_resampler="soxr_hq").fingerprint()
+    np.testing.assert_array_equal(mels[0], mels[1])
+    assert mels[0].shape == mels[2].shape
+    assert np.abs(mels[0] - mels[2]).max() > 0.01
+    with pytest.raises(ValueError, match=r"processor_config\.audio_resampler is 'best', allowed is"):
+        config(audio_resampler="best")
