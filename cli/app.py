@@ -1,5 +1,7 @@
 """The `mimo` command: wires the subcommands together and turns known failures into one line and an exit code."""
 
+import contextlib
+import os
 import sys
 
 import typer
@@ -11,6 +13,7 @@ from cli.eval import evaluate
 from cli.inspect import inspect
 from cli.load import ConfigError
 from cli.serve import serve
+from cli.terminal import say
 
 app = typer.Typer(
     name="mimo",
@@ -34,5 +37,16 @@ def main() -> None:
     try:
         app()
     except ConfigError as error:
-        typer.echo(f"mimo: {error}", err=True)
+        say(f"mimo: {error}")
         sys.exit(2)
+    except OSError as error:
+        # Standard output that takes no more: a full disk, a closed pipe.
+        say(f"mimo: {error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
+        _drop_output()
+        sys.exit(1)
+
+
+def _drop_output() -> None:
+    """What is still buffered for standard output would fail again at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

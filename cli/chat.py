@@ -14,6 +14,7 @@ import typer
 
 from cli.load import ConfigError, load
 from cli.media_files import MediaFileError, chat_part
+from cli.preflight import check_deployment
 from cli.runtime import run_directory
 from preprocess.types import Modality
 
@@ -126,5 +127,6 @@ async def _server(url: str | None, model: str) -> AsyncIterator[tuple[str, str]]
 
     with run_directory() as runtime_dir:
         config = load(runtime_dir=runtime_dir, flags={"mode": "unified", "model": model, "gateway": {"port": 0}})
+        check_deployment(config)
         async with unified_server(config) as port:
             yield f"http://127.0.0.1:{port}", config.model_name

@@ -1,6 +1,7 @@
 """`mimo inspect`: what a checkpoint holds and what it costs, from its configuration and headers alone."""
 
 import json
+import os
 from collections import Counter
 from enum import StrEnum
 from pathlib import Path
@@ -11,9 +12,12 @@ import typer
 from cli.inspect_view import show
 from cli.load import BUILTIN_MODELS, CONFIGS, ConfigError, resolve_model
 from cli.models import PACKAGED_MODELS, is_imported
+from cli.preflight import unservable
+from cli.terminal import say
 from encoder import Part, TensorSpec
 from encoder.checkpoint import CheckpointError
-from epd import Inspection, KvLayout, inspect_checkpoint
+from epd import MAX_MTP_LAYERS, Inspection, KvLayout, inspect_checkpoint
+from preprocess.ranges import shown_value
 
 MODELS = CONFIGS / "models"
 _CONTEXTS = (1_024, 8_192, 32_768, 131_072, 262_144, 1_048_576)
@@ -50,7 +54,11 @@ def inspect(
     ],
     mtp_layers: Annotated[
         int | None,
-        typer.Option(min=0, help="Draft heads; by default what the files hold, without files what the family has."),
+        typer.Option(
+            min=0,
+            max=MAX_MTP_LAYERS,
+            help="Draft heads; by default what the files hold, without files what the family has.",
+        ),
     ] = None,
     qkv_layout: Annotated[
         QkvLayout, typer.Option(help="Rows of fused q, k, v: shard by shard, or plain as some re-exports hold them.")
@@ -76,7 +84,7 @@ def inspect(
     try:
         inspection = inspect_checkpoint(location, num_mtp_layers=mtp_layers, qkv_layout=layout)
     except CheckpointError as error:
-        typer.echo(f"mimo inspect: {error}", err=True)
+        say(f"mimo inspect: {error}")
         raise typer.Exit(1) from error
     report = build_report(checkpoint, location, inspection, kv_dtype=kv_dtype, contexts=context, tensors=tensors)
     if as_json:
@@ -96,11 +104,11 @@ def _locate(checkpoint: str) -> Path:
         return resolve_model(checkpoint)[0]
     published = {path.parent.name: path.parent for path in MODELS.glob("*/config.json")}
     location = (BUILTIN_MODELS | published).get(checkpoint, Path(checkpoint).expanduser())
-    if not location.exists():
+    if not checkpoint.strip() or not os.path.lexists(location):
         names = ", ".join(sorted([*BUILTIN_MODELS, *PACKAGED_MODELS, *published]))
         raise ConfigError(
-            f"CHECKPOINT is {checkpoint!r}: no such path; give a directory, a config.json, a .gguf file or a name: "
-            f"{names}"
+            f"CHECKPOINT is {shown_value(checkpoint)}: no such path; give a directory, a config.json, a .gguf file or "
+            f"a name: {names}"
         )
     return location
 
@@ -127,8 +135,11 @@ def build_report(
         "kv": _kv(inspection, kv_dtype, contexts),
         "files": None,
         "check": None,
+        "notes": [],
     }
     if inspection.tensors is not None:
+        refused = unservable(location)
+        report["notes"] = [] if refused is None else [f"mimo serve would refuse this directory: {refused}"]
         report |= {"files": _files(location, inspection), "check": _check(inspection)}
     if tensors:
         found = inspection.tensors or {}
@@ -203,7 +214,7 @@ def _kv(inspection: Inspection, dtype: KvDtype, contexts: list[int] | None) -> d
     growing, windowed = trunk.full_bytes_per_token, trunk.window_bytes_per_token
     tokens, single = _window_tokens(inspection), growing + windowed
     limit = config.max_position_embeddings
-    shown = contexts or sorted({length for length in _CONTEXTS if length < limit} | {limit})
+    shown = list(dict.fromkeys(contexts or ())) or sorted({length for length in _CONTEXTS if length < limit} | {limit})
     rows = []
     for length in shown:
         size_bytes = growing * length + windowed * min(length, tokens)
@@ -248,5 +259,6 @@ def _check(inspection: Inspection) -> dict[str, Any]:
         "misshapen": findings.misshapen,
         "wrong_dtype": findings.wrong_dtype,
         "faults": findings.faults,
+        "conflicts": findings.conflicts,
         "stored_otherwise": list(inspection.stored_otherwise),
     }

@@ -8,7 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-_NUM_NAMES_SHOWN = 20
+from cli.preflight import DIFFERENCES, NUM_NAMES_SHOWN, advices, counted
+from epd import Findings
+from preprocess.ranges import printable
+
 _PARTS = {
     "embedding": "token embedding",
     "full_attention": "full attention",
@@ -22,13 +25,6 @@ _PARTS = {
     "vision": "vision tower",
     "speech_embeddings": "code embeddings",
     "audio_encoder": "audio encoder",
-}
-_CHECKS = {
-    "faults": "files that cannot be used",
-    "missing": "missing",
-    "unexpected": "unexpected",
-    "misshapen": "of another shape",
-    "wrong_dtype": "of another dtype",
 }
 _MTP_SOURCES = {
     "argument": "as asked for",
@@ -48,18 +44,20 @@ def show(report: dict[str, Any], console: Console | None = None) -> None:
         console.print("No weights: everything above follows from the configuration.")
     else:
         console.print(_file_table(report["files"]))
+        for note in report["notes"]:
+            console.print(f"Note: {printable(note)}", markup=False)
         _show_check(console, report["check"])
     for tensor in report.get("tensors", ()):
         shape = "x".join(map(str, tensor["shape"]))
         where = f"  {tensor['file']}" if tensor["file"] else ""
-        console.print(f"{tensor['name']}  {tensor['dtype']}  {shape}{where}", markup=False)
+        console.print(printable(f"{tensor['name']}  {tensor['dtype']}  {shape}{where}"), markup=False)
 
 
 def _show_model(console: Console, report: dict[str, Any]) -> None:
     model = report["model"]
-    name = Text(report["checkpoint"], style="bold")
-    kind = model["architecture"] or model["model_type"] or "no architecture named"
-    console.print(name, f"({kind}): {', '.join(model['modalities'])} in, text out")
+    name = Text(printable(report["checkpoint"]), style="bold")
+    kind = printable(str(model["architecture"] or model["model_type"] or "no architecture named"))
+    console.print(name, Text(f"({kind}): {', '.join(model['modalities'])} in, text out"))
     line = f"{model['num_layers']} layers: {model['num_full_layers']} full (F)"
     if model["num_window_layers"]:
         line += f", {model['num_window_layers']} with a window of {model['window_tokens']} tokens (w)"
@@ -132,7 +130,8 @@ def _file_table(files: list[dict[str, Any]]) -> Table:
     table.add_column("bytes", footer=f"{size_bytes:,}", justify="right")
     table.add_column("", footer=_bytes(size_bytes), justify="right")
     for file in files:
-        table.add_row(file["name"], f"{file['num_tensors']:,}", f"{file['size_bytes']:,}", _bytes(file["size_bytes"]))
+        name = Text(printable(file["name"]))
+        table.add_row(name, f"{file['num_tensors']:,}", f"{file['size_bytes']:,}", _bytes(file["size_bytes"]))
     return table
 
 
@@ -144,23 +143,19 @@ def _show_check(console: Console, check: dict[str, Any]) -> None:
         console.print("The files hold what the configuration calls for.", style="green")
         return
     console.print("The files do not hold what the configuration calls for:", style="red")
-    for key, title in _CHECKS.items():
+    for key in DIFFERENCES:
         if check[key]:
-            console.print(f"{len(check[key]):,} {title}:")
+            console.print(f"{counted(key, len(check[key]))}:")
             _show_names(console, check[key])
-    if check["faults"]:
-        console.print("Download these files again; the others are compared once all can be read.")
-    else:
-        console.print("Are config.json and all files of one revision of one model? Download what differs again.")
-    if any("qkv_proj.weight_scale_inv" in name for name in check["misshapen"]):
-        console.print("Scales of fused q, k, v of another shape can mean the other row order: try --qkv-layout.")
+    for advice in advices(Findings(**{key: check[key] for key in DIFFERENCES})):
+        console.print(advice, markup=False)
 
 
 def _show_names(console: Console, names: list[str]) -> None:
-    for name in names[:_NUM_NAMES_SHOWN]:
-        console.print(f"  {name}", markup=False)
-    if len(names) > _NUM_NAMES_SHOWN:
-        console.print(f"  and {len(names) - _NUM_NAMES_SHOWN:,} more; --json lists all")
+    for name in names[:NUM_NAMES_SHOWN]:
+        console.print(f"  {printable(name)}", markup=False)
+    if len(names) > NUM_NAMES_SHOWN:
+        console.print(f"  and {len(names) - NUM_NAMES_SHOWN:,} more; --json lists all")
 
 
 def _short(count: int) -> str:

@@ -17,9 +17,11 @@ import typer
 from rich.console import Console
 
 from cli.load import BUILTIN_MODELS, MODES, ConfigError, ServeConfig, as_json, load
+from cli.preflight import check_deployment
 from cli.runtime import run_directory
 from cli.stage import EncoderStage, GatewayStage, Stage, WorkerStage
 from cli.supervisor import StageEvent, StageFailed, StageRefused, Supervisor
+from cli.terminal import quoted
 
 console = Console(stderr=True, highlight=False)
 
@@ -87,10 +89,11 @@ def serve(
             if print_config:
                 typer.echo(as_json(resolved))
                 return
+            check_deployment(resolved)
             _require_free_port(resolved)
             asyncio.run(_serve(resolved))
     except StageFailed as error:
-        console.print(f"[red]mimo serve:[/] {error}")
+        console.print(f"[red]mimo serve:[/] {quoted(str(error))}")
         raise typer.Exit(2 if isinstance(error, StageRefused) else 1) from error
 
 
@@ -226,7 +229,8 @@ def _greet(config: ServeConfig) -> None:
         ]
     body = {"model": config.model_name, "stream": True, "messages": [{"role": "user", "content": content}]}
     console.print(
-        f"\n[bold]{config.model_name}[/] in mode {config.mode} at [bold]http://{reach(config)}[/]   (Ctrl-C stops)\n"
+        f"\n[bold]{quoted(config.model_name)}[/] in mode {config.mode} at [bold]http://{reach(config)}[/]   "
+        "(Ctrl-C stops)\n"
     )
     console.print(
         f"curl -N {url} -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n", soft_wrap=True, markup=False

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from cli.load import ServeConfig
+from cli.preflight import check_deployment
 from cli.serve import build_stages, reach, show_event, until_ready
 from cli.supervisor import Supervisor
 
@@ -14,8 +15,9 @@ async def service(config: ServeConfig) -> AsyncIterator[str]:
     """The base URL of the service once every stage is ready; it is stopped in order when the block ends.
 
     A stage that dies meanwhile is started again, as under `mimo serve`; one that is beyond that ends the block. Raises
-    StageFailed then, and ConfigError for settings that the unified mode refuses.
+    StageFailed then, and ConfigError for a checkpoint, or settings of the unified mode, that cannot work.
     """
+    check_deployment(config)
     if config.mode == "unified":
         from cli.unified import unified_server
 

@@ -164,7 +164,7 @@ class Supervisor:
 
     def _give_up(self, stage: Stage, returncode: int, num_exits: int) -> None:
         if returncode == EXIT_USAGE:
-            self._fail(StageRefused(f"{stage.name} refused its settings; see its log above"))
+            self._fail(StageRefused(f"{stage.name} refused its settings or its checkpoint; its log above says why"))
         else:
             times = f"{num_exits} times in a row (exit code {returncode})"
             self._fail(StageFailed(f"{stage.name} exited by itself {times}; see its log above"))

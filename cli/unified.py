@@ -23,6 +23,7 @@ async def unified_server(config: ServeConfig) -> AsyncIterator[int]:
     arena = f"{config.runtime_dir.name}-encoder"
     with ExitStack() as stack:
         try:
+            renderer = Renderer.load(config.model_dir)
             engine = await asyncio.to_thread(EngineThread, engine_config, network.endpoint(config.gateway.prefill[0]))
             # One, or none for a model of text alone.
             encoders = [
@@ -45,7 +46,7 @@ async def unified_server(config: ServeConfig) -> AsyncIterator[int]:
             ):
                 app = create_app(
                     config.gateway,
-                    renderer=Renderer.load(config.model_dir),
+                    renderer=renderer,
                     fetcher=fetcher,
                     encoder=client,
                     prefill=[network.channel(address) for address in config.gateway.prefill],

@@ -154,7 +154,7 @@ def scan_tensors(directory: Path, wanted: Callable[[str], bool]) -> Scan:
         try:
             header = read_header(directory / file)
         except CheckpointError as error:
-            faults.append(str(error))
+            faults.append(str(error).removeprefix(f"{printable(str(directory))}/"))
             unread += names
             continue
         if absent := [name for name in names if name not in header]:

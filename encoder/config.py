@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from encoder.config_ranges import AUDIO_RANGES, TOKENIZER_RANGES, VISION_RANGES, SectionKeys
-from encoder.config_ranges import refusal as _refuse
 from preprocess.config import DecodeSettings, Isolation
 
 SinkForm = Literal["key0", "denominator"]
 MergerNorm = Literal["layernorm", "rmsnorm"]
+
+
+def _refuse(key: str, value: object, allowed: str) -> ValueError:
+    return ValueError(f"{key} is {value!r}; supported: {allowed}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +56,17 @@ class VisionConfig:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "VisionConfig":
         """Read `vision_config` of a checkpoint; `config` is that section or the whole config.json."""
-        keys = SectionKeys(config.get("vision_config") or config, VISION_RANGES)
+        keys = SectionKeys(config.get("vision_config") or config, VISION_RANGES, "vision_config.")
         heads = keys.integer("num_heads")
         kv_heads = keys.integer("num_key_value_heads", heads)
         if heads % kv_heads:
-            raise _refuse("num_key_value_heads", kv_heads, f"a divisor of num_heads, {heads}")
+            raise keys.refusal("num_key_value_heads", kv_heads, f"a divisor of num_heads, {heads}")
         head_dim = keys.integer("qk_channels", 64)
         # A quarter of the channels turns by row, a quarter by column.
         if head_dim % 4:
-            raise _refuse("qk_channels", head_dim, "a multiple of 4")
+            raise keys.refusal("qk_channels", head_dim, "a multiple of 4")
         if keys.integer("kv_channels", 64) != head_dim:
-            raise _refuse("kv_channels", keys.integer("kv_channels", 64), f"the value of qk_channels, {head_dim}")
+            raise keys.refusal("kv_channels", keys.integer("kv_channels", 64), f"the value of qk_channels, {head_dim}")
         keys.one_of("hidden_act", "silu")
         keys.integer("spatial_merge_size", 2)
         depth = keys.integer("depth")
@@ -89,7 +92,7 @@ def _block_types(keys: SectionKeys, depth: int) -> tuple[int, ...]:
     full = tuple(i for i, kind in enumerate(types) if kind == -1)
     listed = tuple(sorted(keys.integers("fullatt_block_indexes", list(full))))
     if listed != full:
-        raise _refuse("fullatt_block_indexes", listed, f"the -1 entries of vit_window_attn_types, {full}")
+        raise keys.refusal("fullatt_block_indexes", listed, f"the -1 entries of vit_window_attn_types, {full}")
     return types
 
 
@@ -118,17 +121,17 @@ class AudioConfig:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "AudioConfig":
         """Read `audio_config` of a checkpoint; `config` is that section or the whole config.json."""
-        keys = SectionKeys(config.get("audio_config") or config, AUDIO_RANGES)
+        keys = SectionKeys(config.get("audio_config") or config, AUDIO_RANGES, "audio_config.")
         channels = keys.integer("audio_channels")
         head_dim = keys.integer("input_local_head_dim")
         rotary_dim = int(head_dim * keys.number("partial_rotary_factor", 1.0))
         if rotary_dim % 2 or rotary_dim < 2:
-            raise _refuse("input_local_head_dim", head_dim, "a width whose rotary part is even and at least 2")
+            raise keys.refusal("input_local_head_dim", head_dim, "a width whose rotary part is even and at least 2")
         keys.number("input_local_hidden_dropout", 0.0)
         vocab_sizes = keys.per_channel("speech_vocab_size", channels)
         zero_ids = keys.per_channel("speech_zeroemb_idx", channels)
         if any(zero >= size for zero, size in zip(zero_ids, vocab_sizes, strict=True)):
-            raise _refuse("speech_zeroemb_idx", zero_ids, f"codes below speech_vocab_size, {vocab_sizes}")
+            raise keys.refusal("speech_zeroemb_idx", zero_ids, f"codes below speech_vocab_size, {vocab_sizes}")
         return cls(
             num_channels=channels,
             group_size=keys.integer("group_size"),
@@ -178,18 +181,18 @@ class AudioTokenizerConfig:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "AudioTokenizerConfig":
         """Read `audio_tokenizer/config.json`."""
-        keys = SectionKeys(config, TOKENIZER_RANGES)
+        keys = SectionKeys(config, TOKENIZER_RANGES, "audio_tokenizer/config.json: ")
         keys.one_of("ln_type", "LayerNorm")
         keys.one_of("activation_function", "gelu")
         layers, width = keys.integer("encoder_layers"), keys.integer("d_model")
         heads = keys.integer("encoder_attention_heads")
         if width % (2 * heads):
-            raise _refuse("encoder_attention_heads", heads, f"heads of an even width out of d_model, {width}")
+            raise keys.refusal("encoder_attention_heads", heads, f"heads of an even width out of d_model, {width}")
         left, right = keys.integers("encoder_attn_window_size", [-1, -1], length=2)
         hybrid, period = keys.flag("hybrid_attention", False), keys.integer("swa_per_block", 1)
         skip_id = keys.optional_integer("encoder_skip_layer_id")
         if skip_id is not None and skip_id > layers:
-            raise _refuse("encoder_skip_layer_id", skip_id, f"one of the {layers} layers")
+            raise keys.refusal("encoder_skip_layer_id", skip_id, f"one of the {layers} layers")
         return cls(
             d_model=width,
             num_layers=layers,

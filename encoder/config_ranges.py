@@ -81,9 +81,11 @@ TOKENIZER_RANGES: Mapping[str, Range] = MappingProxyType(
 class SectionKeys:
     """Typed reads of one tower's configuration. JSON null counts as absent. Failures are ValueErrors naming the key."""
 
-    def __init__(self, config: Mapping[str, Any], ranges: Mapping[str, Range]) -> None:
+    def __init__(self, config: Mapping[str, Any], ranges: Mapping[str, Range], owner: str) -> None:
+        """`owner` is put before the key in messages."""
         self._config = config
         self._ranges = ranges
+        self._owner = owner
 
     def integer(self, key: str, default: int | None = None) -> int:
         return cast("int", self._number(key, default))
@@ -99,23 +101,23 @@ class SectionKeys:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise refusal(key, value, "true or false")
+            raise self.refusal(key, value, "true or false")
         return value
 
     def one_of(self, key: str, allowed: str) -> None:
         """Absent, or the one value that is implemented."""
         value = self._config.get(key)
         if value is not None and value != allowed:
-            raise refusal(key, value, repr(allowed))
+            raise self.refusal(key, value, repr(allowed))
 
     def integers(self, key: str, default: list[int] | None = None, *, length: int | None = None) -> list[int]:
         value = default if self._config.get(key) is None else self._config[key]
         if value is None:
-            raise ValueError(f"config lacks {key}")
+            raise ValueError(f"config lacks {self._owner}{key}")
         allowed = self._ranges[key]
         is_list = isinstance(value, (list, tuple)) and length in (None, len(value))
         if not is_list or any(entry not in allowed for entry in value):
-            raise refusal(key, value, f"a list of {'' if length is None else f'{length}, each '}{allowed}")
+            raise self.refusal(key, value, f"a list of {'' if length is None else f'{length}, each '}{allowed}")
         return list(value)
 
     def per_channel(self, key: str, count: int) -> tuple[int, ...]:
@@ -125,30 +127,29 @@ class SectionKeys:
         """
         value = self._config.get(key)
         if value is None:
-            raise ValueError(f"config lacks {key}")
+            raise ValueError(f"config lacks {self._owner}{key}")
         if isinstance(value, str):
             entries: Any = [int(part) if part.isdecimal() and len(part) < 20 else part for part in value.split("-")]
         else:
             entries = value if isinstance(value, (list, tuple)) else [value]
         allowed = self._ranges[key]
         if not entries or any(entry not in allowed for entry in entries):
-            raise refusal(key, value, f"{allowed}, or such numbers for {count} channels")
+            raise self.refusal(key, value, f"{allowed}, or such numbers for {count} channels")
         sizes = tuple(entries) * (count if len(entries) == 1 else 1)
         if len(sizes) < count:
-            raise ValueError(f"{key} lists {len(sizes)} sizes for {count} channels")
+            raise ValueError(f"{self._owner}{key} lists {len(sizes)} sizes for {count} channels")
         return sizes[:count]
 
     def _number(self, key: str, default: float | None) -> float:
         value = self._config.get(key)
         if value is None:
             if default is None:
-                raise ValueError(f"config lacks {key}")
+                raise ValueError(f"config lacks {self._owner}{key}")
             return default
         if not isinstance(value, (int, float)) or value not in self._ranges[key]:
-            raise refusal(key, value, self._ranges[key])
+            raise self.refusal(key, value, self._ranges[key])
         return value
 
-
-def refusal(key: str, value: object, allowed: Range | str) -> ValueError:
-    """What to raise about a value."""
-    return ValueError(f"{key} is {shown_value(value)}; supported: {allowed}")
+    def refusal(self, key: str, value: object, allowed: Range | str) -> ValueError:
+        """What to raise about a value."""
+        return ValueError(f"{self._owner}{key} is {shown_value(value)}; supported: {allowed}")

@@ -8,14 +8,17 @@ if TYPE_CHECKING:
     from epd.gateway.process import fetch_limits, run_gateway
     from epd.gateway.render import Renderer
     from epd.kv.layout import KvLayout
-    from epd.model.checkpoint import Inspection, inspect_checkpoint
+    from epd.model.checkpoint import Findings, Inspection, inspect_checkpoint
+    from epd.model.config_ranges import MAX_MTP_LAYERS
     from epd.model.gguf.checkpoint import import_gguf
     from epd.model.gguf.errors import GgufError
     from epd.transport.memory import MemoryNetwork
 
 __all__ = [
+    "MAX_MTP_LAYERS",
     "REFUSALS",
     "EngineThread",
+    "Findings",
     "GgufError",
     "Inspection",
     "KvLayout",
@@ -31,8 +34,10 @@ __all__ = [
 ]
 
 _HOMES = {
+    "MAX_MTP_LAYERS": "epd.model.config_ranges",
     "REFUSALS": "epd.engine.worker",
     "EngineThread": "epd.engine.worker",
+    "Findings": "epd.model.checkpoint",
     "GgufError": "epd.model.gguf.errors",
     "Inspection": "epd.model.checkpoint",
     "KvLayout": "epd.kv.layout",

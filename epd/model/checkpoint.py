@@ -66,7 +66,8 @@ def inspect_checkpoint(
     """
     is_directory = location.is_dir()
     directory = location if is_directory else location.parent
-    config_hf = read_json_object(directory / "config.json" if is_directory else location)
+    config_path = location / "config.json" if is_directory else location
+    config_hf = read_json_object(config_path)
     tokenizer_dir = directory / TOKENIZER_DIR
     has_audio = bool(config_hf.get("audio_config"))
     has_tokenizer = has_audio and os.path.lexists(tokenizer_dir / "config.json")
@@ -99,7 +100,7 @@ def inspect_checkpoint(
             return Inspection(config_hf, published, source, None, Findings())
         inventory = taken(_dtypes(main.tensors), _dtypes(used))
     except ValueError as error:
-        raise CheckpointError(f"{printable(str(location))}: {error}") from error
+        raise CheckpointError(f"{printable(str(config_path))}: {error}") from error
     found = main.tensors | {f"{TOKENIZER_DIR}/{known}": tensor for known, tensor in used.items()}
     findings = _findings(inventory, found, main, own)
     if has_audio and not has_tokenizer:
@@ -153,7 +154,7 @@ def _scan(directory: Path, prefix: str = "") -> Scan:
     try:
         return scan_tensors(directory, lambda name: True)
     except CheckpointError as error:
-        return Scan(faults=[f"{error}".removeprefix(f"{directory.parent}/")], knows_all=False)
+        return Scan(faults=[str(error).removeprefix(f"{printable(str(directory))}/")], knows_all=False)
 
 
 def _dtypes(tensors: Mapping[str, FileTensor]) -> dict[str, str]:

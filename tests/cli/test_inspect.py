@@ -101,9 +101,10 @@ def test_keys_are_stable() -> None:
     said = report("mimo-nano")
     assert list(said) == [
         "checkpoint", "path", "model", "parts", "total", "audio_tokenizer", "parameters", "kv", "files", "check",
+        "notes",
     ]  # fmt: skip
     assert list(said["check"]) == [
-        "matches", "missing", "unexpected", "misshapen", "wrong_dtype", "faults", "stored_otherwise",
+        "matches", "missing", "unexpected", "misshapen", "wrong_dtype", "faults", "conflicts", "stored_otherwise",
     ]  # fmt: skip
     assert {"num_tensors", "num_elements", "num_params", "size_bytes"} == set(said["total"])
 
@@ -154,7 +155,7 @@ def test_a_mismatch_is_listed_and_exits_with_one(tmp_path: Path) -> None:
     result = run(str(tmp_path))
     assert result.exit_code == 1
     assert "model.layers.1.mlp.experts.8.down_proj.weight" in result.output
-    assert "36 missing" in result.output
+    assert "36 tensors missing" in result.output
     assert "16 more" in result.output
     check = json.loads(run(str(tmp_path), "--json").stdout)["check"]
     assert (check["matches"], len(check["missing"]), len(check["misshapen"])) == (False, 36, 12)
