@@ -194,8 +194,7 @@ class Gateway:
                 return await self._complete(request, raw)
 
     async def _complete(self, request: web.Request, raw: bytearray) -> web.StreamResponse:
-        num_bytes = len(raw)
-        if num_bytes <= SMALL_BODY_BYTES:
+        if len(raw) <= SMALL_BODY_BYTES:
             body = read_chat_body(raw, self._config)
         else:
             body = await asyncio.to_thread(read_chat_body, raw, self._config)
@@ -208,7 +207,7 @@ class Gateway:
             vocabulary=self._chat.renderer.vocabulary,
             with_logprobs=bool(body.logprobs),
         )
-        parts = self._chat.answer(body, writer.completion_id, num_body_bytes=num_bytes)
+        parts = self._chat.answer(body, writer.completion_id)
         if body.stream:
             include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
             return await self._stream(request, parts, writer, include_usage=include_usage)

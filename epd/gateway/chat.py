@@ -27,9 +27,6 @@ from epd.gateway.toolcalls import ToolCall
 from epd.router.workers import Fleet
 from epd.types import FinishReason, GenerateRequest, SamplingParams, TokenLogprob, Usage
 
-# Templates and tokenizers of longer requests run on a thread, so that other requests do not feel them.
-_INLINE_RENDER_BYTES = 16 << 10
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatService:
@@ -43,17 +40,13 @@ class ChatService:
     clock: Callable[[], float]
     unix_clock: Callable[[], float]
 
-    async def answer(
-        self, body: ChatBody, request_id: str, *, num_body_bytes: int
-    ) -> AsyncGenerator[AnswerPart | AnswerEnd, None]:
-        """The answer's parts, then its end. `request_id` is unique, `num_body_bytes` what the body was read from.
+    async def answer(self, body: ChatBody, request_id: str) -> AsyncGenerator[AnswerPart | AnswerEnd, None]:
+        """The answer's parts, then its end. `request_id` is unique.
         Closing the iterator early cancels the request everywhere. Raises ServeError."""
         started_s, arrival_unix_s = self.clock(), self.unix_clock()
         deadline_unix_s = arrival_unix_s + self.config.request_timeout_s
-        if num_body_bytes <= _INLINE_RENDER_BYTES:
-            conversation, prompt = self._render(body)
-        else:
-            conversation, prompt = await asyncio.to_thread(self._render, body)
+        # On a thread: a long text takes the tokenizer a while, a hostile template all of its budget.
+        conversation, prompt = await asyncio.to_thread(self._render, body)
         self._check_length(prompt)
         async with self.media.open(conversation.media, deadline_unix_s=deadline_unix_s) as media:
             self._count_media(conversation, started_s)

@@ -12,6 +12,7 @@ import msgspec
 
 from epd.errors import InvalidRequest
 from epd.gateway.answer import THINK_CLOSE, THINK_OPEN
+from epd.gateway.json_text import depth_at_most, json_fault
 from epd.gateway.schema import (
     AssistantMessage,
     AudioPart,
@@ -33,6 +34,7 @@ from preprocess.types import MediaOptions, MediaSource, Modality
 
 Guard = Callable[[str], str]
 
+_MAX_ARGUMENT_DEPTH = 128
 _AUDIO_TYPES = {"mp3": "audio/mpeg", "m4a": "audio/mp4", "opus": "audio/ogg"}
 # No base64 has a colon.
 _URL_STARTS = ("http://", "https://", "data:")
@@ -207,12 +209,16 @@ def _arguments(text: str, path: str, guard: Guard) -> Any:
     param = f"{path}.function.arguments"
     try:
         arguments = msgspec.json.decode(text or "{}")
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest(f"{param} is no JSON: {error}", param=param) from error
+    except RecursionError as error:
+        raise InvalidRequest(f"{param} is nested far too deeply", param=param) from error
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"{param} is no JSON: {json_fault(text, error)}", param=param) from error
     if not isinstance(arguments, dict):
         raise InvalidRequest(
             f"{param} is {json.dumps(text[:80], ensure_ascii=False)}; it must be a JSON object", param=param
         )
+    if not depth_at_most(arguments, _MAX_ARGUMENT_DEPTH):
+        raise InvalidRequest(f"{param} is nested too deeply; allowed: {_MAX_ARGUMENT_DEPTH} levels", param=param)
     return _guarded(arguments, guard)
 
 

@@ -15,13 +15,14 @@ from pydantic_core import ErrorDetails
 
 from epd.config import GatewayConfig
 from epd.errors import InvalidRequest
-from epd.gateway.problems import parse_json
+from epd.gateway.json_text import depth_at_most, parse_json
 from epd.gateway.schema import ROLES_AND_PARTS, TAG, ChatBody, Conflict
 
 # Bounds of the whole body. Beyond these it is no conversation, and would cost seconds of a core to judge.
 _MAX_COMMAS = 1_000_000
 _MAX_VALUES = 100_000
 _MAX_FIELDS = 1024
+_MAX_DEPTH = 128
 
 _COUNTED_AT_ONCE_BYTES = 4 << 20
 # No set: what a client sends as a type need not be hashable.
@@ -52,6 +53,12 @@ _WORDS: Mapping[str, tuple[str, str | None]] = {
     "too_short": ("it must have at least {} items", "min_length"),
     "too_long": ("it must have at most {} items", "max_length"),
     "string_pattern_mismatch": ("it must match {}", "pattern"),
+}
+
+_PLAIN_WORDS: Mapping[str, str] = {
+    "it must have at least 1 characters": "it must not be empty",
+    "it must have at least 1 items": "it must not be empty",
+    "it must have at most 0 items": "it is not supported; allowed: an empty one, or null",
 }
 
 
@@ -105,17 +112,30 @@ def _check_messages(messages: object, limits: GatewayConfig) -> None:
 
 
 def _check_values(body: dict[str, Any]) -> None:
-    num_values = 0
-    waiting: list[dict[str, Any] | list[Any]] = [body]
-    while waiting:
-        holder = waiting.pop()
-        num_values += len(holder)
-        if num_values > _MAX_VALUES:
-            raise InvalidRequest(f"the body has more than {_MAX_VALUES} values, which is the most allowed")
-        if isinstance(holder, dict) and len(holder) > _MAX_FIELDS:
-            raise InvalidRequest(f"an object of the body has {len(holder)} fields; allowed: at most {_MAX_FIELDS}")
-        values = holder.values() if isinstance(holder, dict) else holder
-        waiting.extend(value for value in values if isinstance(value, dict | list))
+    num_values = depth = 0
+    level: list[dict[str, Any] | list[Any]] = [body]
+    while level:
+        below: list[dict[str, Any] | list[Any]] = []
+        for holder in level:
+            num_values += len(holder)
+            if num_values > _MAX_VALUES:
+                raise InvalidRequest(f"the body has more than {_MAX_VALUES} values, which is the most allowed")
+            if isinstance(holder, dict) and len(holder) > _MAX_FIELDS:
+                raise InvalidRequest(f"an object of the body has {len(holder)} fields; allowed: at most {_MAX_FIELDS}")
+            values = holder.values() if isinstance(holder, dict) else holder
+            below.extend(value for value in values if isinstance(value, dict | list))
+        level = below
+        depth += 1
+        if depth > _MAX_DEPTH:
+            raise _too_deep(body)
+
+
+def _too_deep(body: dict[str, Any]) -> InvalidRequest:
+    """Names the field of the body that goes too deep."""
+    field = next(name for name, value in body.items() if not depth_at_most(value, _MAX_DEPTH - 1))
+    return InvalidRequest(
+        f"{field} is nested more than {_MAX_DEPTH} levels deep, which is the most allowed", param=field
+    )
 
 
 def _refusal(error: ValidationError) -> InvalidRequest:
@@ -139,9 +159,10 @@ def _refusal(error: ValidationError) -> InvalidRequest:
             text = str(cause)
         case kind:
             words, bound = _WORDS.get(kind, ("this value is not allowed", None))
-            if fault["loc"][-1:] == (f"{TAG}text",):
+            if bound is None and fault["loc"][-1:] == (f"{TAG}text",):
                 words = "it must be a string or an array"
-            text = f"{path} is {given}; {words.format(_number(context[bound]) if bound else '')}"
+            words = words.format(_number(context[bound]) if bound else "")
+            text = f"{path} is {given}; {_PLAIN_WORDS.get(words, words)}"
     return InvalidRequest(text, param=path or None)
 
 
