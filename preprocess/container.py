@@ -27,6 +27,8 @@ _DEMUXERS: Final = (
 )
 _OPTIONS: Final = {"format_whitelist": _DEMUXERS, "protocol_whitelist": "none"}
 _TEXT_KINDS: Final = frozenset({"text", "JSON text", "empty file"})
+# FFmpeg opens these as videos of one frame.
+_STILL_KINDS: Final = frozenset({"AVIF", "HEIC"})
 _REFUSED_KINDS: Final = frozenset(
     {"SVG", "HTML page", "XML text", "PDF document", "ZIP archive", "gzip archive", "PostScript document"}
     | {"ELF program", "HLS playlist"}
@@ -41,6 +43,8 @@ def open_container(content: bytes, wanted: str) -> InputContainer:
     kind = sniff(content)
     if kind in _TEXT_KINDS:
         raise MediaUndecodable(f"expected {wanted}, found {describe(content)}")
+    if kind in _STILL_KINDS:
+        raise MediaUnsupported(f"expected {wanted}, found {describe(content)}")
     try:
         return av.open(io.BytesIO(content), mode="r", options=dict(_OPTIONS), metadata_errors="replace")
     except (av.error.FFmpegError, OSError, ValueError) as error:

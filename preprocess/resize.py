@@ -18,6 +18,8 @@ from preprocess.types import MERGE_SIZE, PATCH_SIZE
 UNIT: Final = PATCH_SIZE * MERGE_SIZE
 """Side of a merged patch in pixels; both sides of a resized picture are multiples of it."""
 _MAX_ASPECT_RATIO: Final = 200
+# One frame, and a little for the rounding of times in the container.
+_MAX_FRAMES_OFF: Final = 1.001
 
 
 def smart_resize(height: int, width: int, *, min_pixels: int, max_pixels: int) -> tuple[int, int]:
@@ -95,7 +97,7 @@ def choose_frames(
     shown then, once; timestamps are the frames' own.
     """
     numbers = np.arange(num_frames)
-    if times_s is None or bool((np.abs(times_s - numbers / rate_fps) <= 1 / rate_fps).all()):
+    if times_s is None or bool((np.abs(times_s * rate_fps - numbers) <= _MAX_FRAMES_OFF).all()):
         indices = frame_indices(num_frames, num_sampled_frames(num_frames, rate_fps, budget))
         return indices, indices.astype(np.float32) / np.float32(rate_fps)
     # The last frame is taken to be shown as long as the average one before it.

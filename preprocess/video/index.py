@@ -7,6 +7,7 @@ references and never shown: those that an edit list cuts off, hidden frames of V
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -25,6 +26,11 @@ _CHECK_EVERY: Final = 1024
 # Containers that keep a table of packets with their times, by which one can seek. Landings are verified all the same.
 _SEEKABLE: Final = frozenset({"mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"})
 _NO_LAYER: Final = 8
+# Containers without times of display: FFmpeg makes them up, in file order, which for some codecs is another.
+_UNTIMED: Final = frozenset({"avi", "h264", "hevc", "m4v", "mpegvideo", "obu"})
+# Sound may be longer than the pictures, and the last picture be shown for long.
+_MAX_SHORTFALL_S: Final = 1.0
+_LENGTH: Final = re.compile(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +133,14 @@ def _index_of(rows: _Rows, packets: PacketReader, container: Any, stream: Any) -
     pts = np.array([value or 0 for value in rows.pts], dtype=np.int64)
     shown = np.flatnonzero(np.array(rows.is_shown, dtype=np.bool_))
     times_s: NDArray[np.float64] | None = None
-    if all(rows.pts[packet] is not None for packet in shown) and len(np.unique(pts[shown])) == len(shown):
+    is_timed = all(rows.pts[packet] is not None for packet in shown) and len(np.unique(pts[shown])) == len(shown)
+    if is_timed and not (container.format.name in _UNTIMED and stream.codec_context.has_b_frames):
         shown = shown[np.argsort(pts[shown])]
         times_s = (pts[shown] - pts[shown[0]]) * float(stream.time_base)
     num_frames = len(shown)
     warnings: tuple[str, ...] = (packets.damage,) if packets.damage is not None else ()
-    if stream.frames > num_frames and not rows.has_discards:
-        # A file cut short announces more than it holds.
-        warnings += (f"the file announces {stream.frames} frames and holds {num_frames}",)
+    if not rows.has_discards:
+        warnings += _shortfall(stream, num_frames, None if times_s is None else int(pts[shown[-1]]))
     codec = stream.codec_context.codec.name
     return VideoIndex(
         pts=pts,
@@ -149,6 +155,20 @@ def _index_of(rows: _Rows, packets: PacketReader, container: Any, stream: Any) -
         may_skip=codec in SKIPPING_CODECS and rows.lowest_droppable_layer >= rows.highest_layer,
         warnings=warnings,
     )
+
+
+def _shortfall(stream: Any, num_frames: int, last_pts: int | None) -> tuple[str, ...]:
+    """A file cut short announces more than it holds: frames, or in Matroska the time at which the track ends."""
+    if stream.frames > num_frames:
+        return (f"the file announces {stream.frames} frames and holds {num_frames}",)
+    length = _LENGTH.fullmatch(stream.metadata.get("DURATION", ""))
+    if length is not None and last_pts is not None:
+        held_s = last_pts * float(stream.time_base)
+        hours, minutes, seconds = length.groups()
+        announced_s = int(hours) * 3600 + int(minutes) * 60 + float(seconds)
+        if announced_s > held_s + _MAX_SHORTFALL_S:
+            return (f"the file announces {announced_s:.1f} s of pictures and holds {held_s:.1f} s",)
+    return ()
 
 
 def _scan_reason(rows: _Rows, container: str, codec: str) -> str | None:

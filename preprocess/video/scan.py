@@ -55,7 +55,7 @@ def scan(
             stream.codec_context.thread_count = threads
             reader = FrameReader(container, stream, check_deadline)
             try:
-                delivery.run(_numbered(reader, index, check_deadline, may_be_bad=threads == 1), fill_end)
+                delivery.run(_numbered(reader, index, check_deadline), fill_end=fill_end, strict=threads > 1)
             except _ThreadsLoseFrames:
                 continue
             return reader.warnings + delivery.warnings
@@ -63,12 +63,10 @@ def scan(
 
 
 class _ThreadsLoseFrames(Exception):
-    """A packet does not decode. With frame threads, good frames of other packets may be lost with it."""
+    """A frame is missing. With frame threads, good frames may be lost with a packet that does not decode."""
 
 
-def _numbered(
-    reader: FrameReader, index: VideoIndex, check_deadline: Callable[[], None], *, may_be_bad: bool
-) -> Iterator[tuple[int, Any]]:
+def _numbered(reader: FrameReader, index: VideoIndex, check_deadline: Callable[[], None]) -> Iterator[tuple[int, Any]]:
     """Frames with their numbers, ascending: by pts where packets have them, else counted."""
     number_of: dict[int, int] = {}
     if index.times_s is not None:
@@ -76,15 +74,11 @@ def _numbered(
     highest = -1
     for frame in reader:
         check_deadline()
-        if reader.num_bad_packets and not may_be_bad:
-            raise _ThreadsLoseFrames
         # Some decoders lose the pts on the way; such a frame follows the one before it.
         number = number_of.get(frame.pts, highest + 1)
         if number > highest:
             highest = number
             yield number, frame
-    if reader.num_bad_packets and not may_be_bad:
-        raise _ThreadsLoseFrames
 
 
 class _Delivery:
@@ -107,14 +101,16 @@ class _Delivery:
             found.append(f"{self._num_damaged} chosen frames are damaged in part")
         return tuple(found)
 
-    def run(self, numbered: Iterator[tuple[int, Any]], fill_end: bool) -> None:
-        """Raises FewerFrames."""
+    def run(self, numbered: Iterator[tuple[int, Any]], *, fill_end: bool, strict: bool) -> None:
+        """Raises FewerFrames, or with `strict` _ThreadsLoseFrames at the first frame that is missing."""
         wanted = self._wanted
         num_decoded = 0
         previous: Any = None
         for number, frame in numbered:
             num_decoded = number + 1
             while self._num_emitted < len(wanted) and wanted[self._num_emitted][1] < number:
+                if strict:
+                    raise _ThreadsLoseFrames
                 self._deliver(frame if previous is None else previous)
                 self._num_replaced += 1
             if self._num_emitted < len(wanted) and wanted[self._num_emitted][1] == number:
@@ -123,6 +119,8 @@ class _Delivery:
             if self._num_emitted == len(wanted):
                 return
             previous = frame
+        if strict:
+            raise _ThreadsLoseFrames
         if previous is None or not fill_end:
             raise FewerFrames(num_decoded)
         while self._num_emitted < len(wanted):

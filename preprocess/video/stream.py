@@ -12,6 +12,8 @@ from preprocess.config import DecodeLimits
 from preprocess.errors import MediaTooLarge, MediaUndecodable
 from preprocess.sniff import describe
 
+_QUARTER_TURNS: Final = ((1, 0, 0, 1), (0, -1, 1, 0), (-1, 0, 0, -1), (0, 1, -1, 0))
+"""Display matrices by the number of quarter turns against the clock."""
 _NATIVE_INT32: Final = "<i4" if np.little_endian else ">i4"
 
 
@@ -70,7 +72,11 @@ def upright_rgb(frame: Any) -> NDArray[np.uint8]:
 
 def _display_matrix(frame: Any) -> tuple[int, int, int, int]:
     """(a, b, c, d) of the container's transform x' = a x + c y, y' = b x + d y, in 16.16 fixed point."""
-    side_data = frame.side_data.get("DISPLAYMATRIX")
+    try:
+        side_data = frame.side_data.get("DISPLAYMATRIX")
+    except ValueError:
+        # PyAV cannot list kinds that are newer than itself (a camera's notes); then it tells the angle at least.
+        return _QUARTER_TURNS[round(frame.rotation / 90) % 4]
     if side_data is None:
         return (1, 0, 0, 1)
     matrix = np.frombuffer(bytes(side_data), dtype=_NATIVE_INT32, count=9)
