@@ -70,8 +70,9 @@ from preprocess.watch import Watch
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NO_NEW_PRIVS: Final = 38
-_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _EXIT_BROKE: Final = 70
+_ROOM_BYTES: Final = 64 * 1024**2
+_STACK_BYTES: Final = 16 * 1024**2
 
 
 def main() -> None:
@@ -174,9 +175,10 @@ def confine(settings: DecodeSettings, nursery_pid: int) -> None:
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     faulthandler.enable()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Of private memory: address space that is only reserved and shared memory do not count. The pool watches the
-    # ceiling itself; this wall above it stops what grows faster than it looks, and single absurd requests.
-    wall_bytes = _private_bytes("VmData:") + settings.max_worker_bytes + settings.max_worker_bytes // 4
+    # Of private memory: address space that is only reserved and shared memory do not count, stacks of threads do. The
+    # pool watches the ceiling itself; this wall above it stops what grows faster than the pool looks.
+    room_bytes = settings.max_worker_bytes + settings.max_worker_bytes // 4 + _ROOM_BYTES
+    wall_bytes = _private_bytes("VmData:") + room_bytes + _STACK_BYTES * settings.num_helpers
     resource.setrlimit(resource.RLIMIT_DATA, (wall_bytes, wall_bytes))
     try:
         # Should the machine run out of memory, this process goes first.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -54,7 +55,13 @@ class IsolatedMedia:
     def __init__(self, nursery: Nursery, worker: Worker, key: MediaKey) -> None:
         self._nursery = nursery
         self._worker: Worker | None = worker
+        self._next_check_s = 0.0
         self.key = key
+
+    @property
+    def worker_pid(self) -> int | None:
+        """The process that holds this medium; None once it is gone."""
+        return None if self._worker is None else self._worker.pid
 
     @classmethod
     def open(
@@ -73,9 +80,9 @@ class IsolatedMedia:
         worker = nursery.take(watch)
         medium = cls(nursery, worker, key)
         try:
+            order = Open(modality, options, config, key, remaining_s=watch.remaining_s, announce=announce)
             fd = put_bytes(content)
             try:
-                order = Open(modality, options, config, key, remaining_s=watch.remaining_s, announce=announce)
                 worker.send(order, fd)
             finally:
                 os.close(fd)
@@ -163,6 +170,8 @@ class IsolatedMedia:
         """The worker's next message. Raises Hangup, MediaError, and what a pending future ended with."""
         while True:
             message = worker.receive(_WATCH_PERIOD_S)
+            if time.monotonic() >= self._next_check_s:
+                self._check(worker, watch)
             for future in [future for future in pending or () if future.done()]:
                 assert pending is not None
                 pending.remove(future)
@@ -171,7 +180,7 @@ class IsolatedMedia:
                     future.result()
             match message:
                 case None:
-                    self._check(worker, watch)
+                    continue
                 case Refused():
                     raise _error_of(message)
                 case Broke():
@@ -183,6 +192,7 @@ class IsolatedMedia:
 
     def _check(self, worker: Worker, watch: Watch) -> None:
         """Kills a worker that is over its time or its memory, or whose work nobody waits for, and raises."""
+        self._next_check_s = time.monotonic() + _WATCH_PERIOD_S
         if watch.abandoned:
             self._lose(worker, "abandoned")
             watch.check()

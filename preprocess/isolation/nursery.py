@@ -71,8 +71,6 @@ class Worker:
         self._channel = channel
         self._reader = Reader(max_spare_bytes=max_spare_bytes)
         self._pidfd = pidfd
-        self._poller = select.poll()
-        self._poller.register(channel.fileno(), select.POLLIN)
         self._closing = threading.Lock()
         self._closed = False
 
@@ -88,7 +86,7 @@ class Worker:
         message = self._channel.buffered()
         stop_s = time.monotonic() + timeout_s
         while message is None:
-            if not self._poller.poll(max(0.0, stop_s - time.monotonic()) * 1000):
+            if not _readable(self._channel.fileno(), max(0.0, stop_s - time.monotonic())):
                 return None
             message = self._channel.receive()
         return message
@@ -102,6 +100,11 @@ class Worker:
             return self._reader.take(handover, fd)
         finally:
             os.close(fd)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process still runs."""
+        return not _readable(self._pidfd, 0.0)
 
     def private_bytes(self) -> int:
         """Memory held for itself, now; 0 once the process is gone."""
@@ -195,7 +198,9 @@ class Nursery:
                 worker = self._idle.pop() if self._idle else None
             if worker is None:
                 worker = self._fork(watch)
-            if worker.ready or self._settle(worker, watch):
+            if not worker.alive:
+                self._mourn(worker)
+            elif worker.ready or self._settle(worker, watch):
                 worker.ready = False
                 worker.num_items += 1
                 return worker
@@ -353,7 +358,7 @@ class Nursery:
         if control is None:
             raise Hangup("the nursery is gone")
         message = control.buffered()
-        if message is None and select.select([control.fileno()], [], [], timeout_s)[0]:
+        if message is None and _readable(control.fileno(), timeout_s):
             message = control.receive()
         match message:
             case Warm():
@@ -387,6 +392,13 @@ class Nursery:
                 raise DecoderUnavailable("decode workers fail to start; see the log")
             time.sleep(min(pause_s, _WATCH_PERIOD_S))
             watch.check()
+
+
+def _readable(fd: int, timeout_s: float) -> bool:
+    """Polls: `select` knows no descriptors above 1023, and a server has many."""
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(timeout_s * 1000))
 
 
 def describe_exit(status: int | None) -> str:
