@@ -41,6 +41,7 @@ from preprocess.types import (
     PreparedMedia,
 )
 from preprocess.video import OpenVideo, VideoChanged, open_video
+from preprocess.video.animation import is_animated_webp
 
 Put = Callable[[MediaPart], None]
 Sound = tuple[MelFrames | None, tuple[str, ...]]
@@ -249,7 +250,9 @@ def _image_pictures(pixels: NDArray[np.uint8], height: int, width: int, raw: boo
 def _video_sound(
     content: bytes, config: ProcessorConfig, use_audio: bool | None, check_deadline: Callable[[], None]
 ) -> Sound:
-    mel, warnings = track_mel(content, config.audio, config.limits, check_deadline=check_deadline)
+    mel, warnings = _SILENCE
+    if not is_animated_webp(content):
+        mel, warnings = track_mel(content, config.audio, config.limits, check_deadline=check_deadline)
     if mel is None and use_audio:
         raise MediaUndecodable(
             "use_audio is true, but the video has no audio track that decodes; leave it out or send false"

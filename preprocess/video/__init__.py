@@ -2,7 +2,10 @@
 
     index     one pass over the packets, no decoding
     opened    which frames, which size; the way of decoding
-    scan      frames by decoding from the start
+    plan      which packets are needed, cut into tasks (pure); `bitstream` proves where decoding can start
+    planned   several decoders at work on the tasks
+    scan      frames by decoding from the start, where no plan can be trusted
+    animation frames of an animated WebP
     parts     frames to parts, with back pressure
 
 Memory is the parts in flight plus a handful of decoder frames; frames that are not chosen are never converted to RGB.

@@ -16,6 +16,7 @@ from preprocess.errors import MediaUndecodable
 from preprocess.resize import choose_frames, frame_max_pixels, smart_resize
 from preprocess.sniff import describe
 from preprocess.types import PATCH_SIZE, PATCH_WIDTH, TEMPORAL_PATCH_SIZE
+from preprocess.video.animation import decode_animation, is_animated_webp, read_animation_index
 from preprocess.video.decord import decode_with_decord
 from preprocess.video.index import VideoIndex, read_index
 from preprocess.video.parts import PartAssembly, Put
@@ -111,6 +112,9 @@ class OpenVideo:
             parts.store(place, pixels)
 
         num_threads = crew.num_threads + 1
+        if is_animated_webp(self.content):
+            decode_animation(self.content, self._wanted(parts), emit, check_deadline=check_deadline)
+            return
         if self.backend == "decord":
             decode_with_decord(
                 self.content, self._wanted(parts), emit, num_threads=num_threads, check_deadline=check_deadline
@@ -178,10 +182,33 @@ def open_video(
     check_deadline: Callable[[], None],
 ) -> OpenVideo:
     """Reads the packets, decodes the first frame and chooses. Raises MediaError."""
+    if is_animated_webp(content):
+        return _open_animation(content, budget, limits, backend, check_deadline)
     index = read_index(content, limits, check_deadline)
     # The first frame decides on the size: it is upright, which the container's own size is not.
     pixels = upright_rgb(_first_frame(content, limits, check_deadline))
     return OpenVideo(content, index, budget, limits, backend, (pixels.shape[0], pixels.shape[1]))
+
+
+def _open_animation(
+    content: bytes,
+    budget: VideoBudget,
+    limits: DecodeLimits,
+    backend: VideoBackend,
+    check_deadline: Callable[[], None],
+) -> OpenVideo:
+    index = read_animation_index(content, limits)
+    sizes: list[tuple[int, int]] = []
+    try:
+        decode_animation(
+            content,
+            [(0, 0)],
+            lambda _, pixels: sizes.append((pixels.shape[0], pixels.shape[1])),
+            check_deadline=check_deadline,
+        )
+    except FewerFrames as error:
+        raise MediaUndecodable(f"no frame of the animation decodes ({describe(content)})") from error
+    return OpenVideo(content, index, budget, limits, backend, sizes[0])
 
 
 def _first_frame(content: bytes, limits: DecodeLimits, check_deadline: Callable[[], None]) -> Any:

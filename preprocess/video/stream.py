@@ -62,12 +62,16 @@ def upright_rgb(frame: Any) -> NDArray[np.uint8]:
     """[H, W, 3] as it is shown: turned by the display matrix, over white where it is transparent."""
     # One thread: the scaler would start as many as there are cores, beside decoders that have their own.
     if any(component.is_alpha for component in frame.format.components):
-        rgba = frame.to_ndarray(format="rgba", threads=1).astype(np.uint16)
-        alpha = rgba[:, :, 3:]
-        pixels = ((rgba[:, :, :3] * alpha + 255 * (255 - alpha) + 127) // 255).astype(np.uint8)
+        pixels = over_white(frame.to_ndarray(format="rgba", threads=1))
     else:
         pixels = frame.to_ndarray(format="rgb24", threads=1)
     return _apply_display_matrix(pixels, _display_matrix(frame))
+
+
+def over_white(rgba: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """[H, W, 3] of a picture [H, W, 4], on a white background where it is transparent."""
+    colour, alpha = rgba[:, :, :3].astype(np.uint16), rgba[:, :, 3:].astype(np.uint16)
+    return ((colour * alpha + 255 * (255 - alpha) + 127) // 255).astype(np.uint8)
 
 
 def _display_matrix(frame: Any) -> tuple[int, int, int, int]:

@@ -26,7 +26,7 @@ from preprocess.audio import decode_audio
 from preprocess.config import VideoBackend, VideoBudget
 from preprocess.crew import NO_CREW
 from preprocess.patchify import PatchWriter
-from preprocess.types import MediaPart, Patches
+from preprocess.types import MediaPart, Patches, Pixels
 from preprocess.video import OpenVideo, VideoChanged, VideoIndex, open_video, read_index, scan
 from preprocess.video.decord import decode_with_decord
 from tests.fakes.clips import (
@@ -243,6 +243,31 @@ def test_animated_pictures_as_video(kind: str, budget: VideoBudget) -> None:
     seen = [tuple(pixels[15, 20]) for pixels in frames_of(content, [0, 1, 2, 3])]
     np.testing.assert_allclose(seen, colours, atol=8)
     assert sample_video(content, budget=budget, limits=LIMITS).patches.grid_thw[0] == 2
+
+
+def test_animated_webp(budget: VideoBudget) -> None:
+    colours = [(250, 0, 0), (0, 250, 0), (0, 0, 250), (250, 250, 0), (0, 250, 250)]
+    frames = [Image.new("RGBA", (40, 30), (*colour, 255)) for colour in colours]
+    frames[0].paste((0, 0, 0, 0), (0, 0, 40, 15))
+    lengths = [100, 100, 2000, 100, 100]
+    content = picture_file(frames[0], "WEBP", save_all=True, append_images=frames[1:], duration=lengths, lossless=True)
+    video = open_video(content, budget=budget, limits=LIMITS, backend="pyav", check_deadline=go_on)
+    assert video.frame_size == (30, 40)
+    assert video.indices.tolist() == [0, 2, 4]
+    np.testing.assert_allclose(video.timestamps_s, [0, 0.2, 2.3])
+    parts: list[MediaPart] = []
+    video.decode(parts.append, patches_per_part=None, raw=True, crew=NO_CREW, check_deadline=go_on)
+    (pixels,) = [part.pictures for part in parts]
+    assert isinstance(pixels, Pixels)
+    assert [tuple(frame[20, 20]) for frame in pixels.frames[:3]] == [colours[0], colours[2], colours[4]]
+    assert tuple(pixels.frames[0][5, 5]) == (255, 255, 255)
+    for cut in (60, len(content) // 2, len(content) - 30):
+        try:
+            assert sample_video(content[:cut], budget=budget, limits=LIMITS).indices[-1] < 4
+        except MediaError:
+            continue
+    with pytest.raises(MediaTooLarge, match="40 x 30"):
+        sample_video(content, budget=budget, limits=replace(LIMITS, max_frame_pixels=1000))
 
 
 def test_transparent_animation_is_over_white() -> None:
