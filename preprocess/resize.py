@@ -25,7 +25,8 @@ _MAX_FRAMES_OFF: Final = 1.001
 def smart_resize(height: int, width: int, *, min_pixels: int, max_pixels: int) -> tuple[int, int]:
     """(height, width) in pixels, both positive multiples of 32, area at most `max_pixels` (which is 1024 or more).
 
-    Growing to `min_pixels` rounds both sides up, and passes a `max_pixels` that lies right above it, as published.
+    Growing to `min_pixels` rounds both sides up. Where that passes `max_pixels` (the published processor lets it), the
+    upper bound holds and the lower one gives way.
 
     Three steps, in this order:
 
@@ -43,21 +44,26 @@ def smart_resize(height: int, width: int, *, min_pixels: int, max_pixels: int) -
     elif max(height, width) / min(height, width) > _MAX_ASPECT_RATIO:
         raise MediaInvalid(f"picture of {width} x {height} pixels: aspect ratio is over {_MAX_ASPECT_RATIO}")
     resized_h, resized_w = round(height / UNIT) * UNIT, round(width / UNIT) * UNIT
-    if resized_h * resized_w > max_pixels:
-        shrink = math.sqrt(height * width / max_pixels)
-        resized_h = math.floor(height / shrink / UNIT) * UNIT
-        resized_w = math.floor(width / shrink / UNIT) * UNIT
-        # Of a long thin picture the short side comes to nothing here, and the published processor fails. It gets one
-        # unit, and the long side what the area leaves: a strip of a few bytes must not unfold to gigabytes.
-        longest = max(max_pixels // UNIT // UNIT, 1) * UNIT
-        if not resized_h:
-            resized_h, resized_w = UNIT, min(max(resized_w, UNIT), longest)
-        elif not resized_w:
-            resized_h, resized_w = min(resized_h, longest), UNIT
-    elif resized_h * resized_w < min_pixels:
+    if resized_h * resized_w < min_pixels:
         grow = math.sqrt(min_pixels / (height * width))
         resized_h = math.ceil(height * grow / UNIT) * UNIT
         resized_w = math.ceil(width * grow / UNIT) * UNIT
+    if resized_h * resized_w > max_pixels:
+        return _largest_within(height, width, max_pixels)
+    return resized_h, resized_w
+
+
+def _largest_within(height: int, width: int, max_pixels: int) -> tuple[int, int]:
+    shrink = math.sqrt(height * width / max_pixels)
+    resized_h = math.floor(height / shrink / UNIT) * UNIT
+    resized_w = math.floor(width / shrink / UNIT) * UNIT
+    # Of a long thin picture the short side comes to nothing here, and the published processor fails. It gets one
+    # unit, and the long side what the area leaves: a strip of a few bytes must not unfold to gigabytes.
+    longest = max(max_pixels // UNIT // UNIT, 1) * UNIT
+    if not resized_h:
+        return UNIT, min(max(resized_w, UNIT), longest)
+    if not resized_w:
+        return min(resized_h, longest), UNIT
     return resized_h, resized_w
 
 

@@ -85,7 +85,10 @@ class MediaOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             value = getattr(self, field)
             # `not (a <= b)` and not `a > b`: NaN must fail.
             if value is not None and not (lowest <= value <= highest):
-                raise OptionInvalid(field, f"{field} is {value}, allowed is {lowest} to {highest}")
+                # Rates have no other bounds. Of the rest one side only: a model's own ceiling is below the one here.
+                bound = f"at most {highest}" if value > highest else f"at least {lowest}"
+                bound = f"{lowest} to {highest}" if field == "fps" else bound
+                raise OptionInvalid(field, f"{field} is {value}, allowed is {bound}")
         if self.fps is not None and self.num_frames is not None:
             raise OptionInvalid(
                 "num_frames",
@@ -97,6 +100,11 @@ class MediaOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
                 raise OptionInvalid(
                     low_field, f"{low_field} is {low}, allowed is at most {high_field}, which is {high}"
                 )
+        if self.min_frames is not None and self.min_frames == self.max_frames and self.min_frames % TEMPORAL_PATCH_SIZE:
+            raise OptionInvalid(
+                "min_frames",
+                f"min_frames and max_frames are both {self.min_frames}; frames come in pairs, allowed is an even number",
+            )
         self._check_detail()
 
     def _check_detail(self) -> None:

@@ -75,6 +75,10 @@ def resized(height: int, width: int, min_pixels: int, max_pixels: int) -> tuple[
     elif long > 200 * short:
         return None
     new = [half_even(height, UNIT) * UNIT, half_even(width, UNIT) * UNIT]
+    if new[0] * new[1] < min_pixels:
+        factor = math.sqrt(min_pixels / (height * width))
+        new = [-int(-(side * factor) // UNIT) * UNIT for side in (height, width)]
+    # The published processor stops where growing passes the upper bound; here that bound is the last word.
     if new[0] * new[1] > max_pixels:
         factor = math.sqrt(height * width / max_pixels)
         new = [int(side / factor // UNIT) * UNIT for side in (height, width)]
@@ -82,9 +86,6 @@ def resized(height: int, width: int, min_pixels: int, max_pixels: int) -> tuple[
             flat = new.index(0)
             new[1 - flat] = max(min(new[1 - flat], max_pixels // 1024 * UNIT), UNIT)
             new[flat] = UNIT
-    elif new[0] * new[1] < min_pixels:
-        factor = math.sqrt(min_pixels / (height * width))
-        new = [-int(-(side * factor) // UNIT) * UNIT for side in (height, width)]
     return new[0], new[1]
 
 
