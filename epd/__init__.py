@@ -11,12 +11,13 @@ if TYPE_CHECKING:
     from epd.model.checkpoint import Findings, Inspection, inspect_checkpoint
     from epd.model.config_ranges import MAX_MTP_LAYERS
     from epd.model.gguf.checkpoint import import_gguf
-    from epd.model.gguf.errors import GgufError
+    from epd.model.gguf.errors import CacheError, GgufError
     from epd.transport.memory import MemoryNetwork
 
 __all__ = [
     "MAX_MTP_LAYERS",
     "REFUSALS",
+    "CacheError",
     "EngineThread",
     "Findings",
     "GgufError",
@@ -36,6 +37,7 @@ __all__ = [
 _HOMES = {
     "MAX_MTP_LAYERS": "epd.model.config_ranges",
     "REFUSALS": "epd.engine.worker",
+    "CacheError": "epd.model.gguf.errors",
     "EngineThread": "epd.engine.worker",
     "Findings": "epd.model.checkpoint",
     "GgufError": "epd.model.gguf.errors",

@@ -61,6 +61,8 @@ def read_vocabulary(model_dir: Path, vocab_size: int) -> Vocabulary:
     """tokenizer.json. Rows of the model's vocabulary beyond it are padding; the other way round texts would have ids
     that the model has no row for."""
     path = model_dir / "tokenizer.json"
+    if not os.path.lexists(path):
+        raise CheckpointError(f"{printable(str(path))} is missing: the model cannot be served without its tokenizer")
     vocabulary = Vocabulary.load(path)
     if vocabulary.num_token_ids > vocab_size:
         raise CheckpointError(

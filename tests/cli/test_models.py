@@ -66,8 +66,22 @@ def test_files_that_cannot_be_imported_are_refused(tmp_path: Path, environ: dict
         resolve_model(str(mixture), environ)
     (tmp_path / "cache").rename(tmp_path / "elsewhere")
     (tmp_path / "cache").write_text("a file where the directory should be")
-    with pytest.raises(ConfigError, match="cache"):
+    with pytest.raises(ConfigError, match=r"cache/models cannot be written: .*MIMO_CACHE_DIR"):
         resolve_model(str(mixture), environ)
+
+
+def test_an_import_that_could_not_be_served_is_not_kept(tmp_path: Path, environ: dict[str, str]) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", keys={"tokenizer.chat_template": "{% if %}"})
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: chat template, line 1") as refused:
+        resolve_model(str(path), environ)
+    assert str(tmp_path / "cache") not in str(refused.value)
+    assert list((tmp_path / "cache" / "models").iterdir()) == []
+
+
+def test_what_is_no_file_is_no_model(tmp_path: Path, environ: dict[str, str]) -> None:
+    (tmp_path / "folder.gguf").mkdir()
+    with pytest.raises(ConfigError, match=r"folder\.gguf is a directory, expected a file"):
+        resolve_model(str(tmp_path / "folder.gguf"), environ)
 
 
 def test_the_cache_is_where_the_environment_says() -> None:

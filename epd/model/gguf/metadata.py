@@ -6,30 +6,34 @@
 
 from collections.abc import Mapping
 
+from epd.model.config_ranges import TEXT_RANGES
 from epd.model.gguf.errors import GgufError
+from preprocess.ranges import shown_value
 
 Metadata = Mapping[str, object]
 
 ARCHITECTURE = "llama"
 _QUANTIZATION_VERSION = 2
 _ROPE_THETA = 10000.0  # what the format means where the key is absent
-_MODEL_KEYS = frozenset(
-    f"{ARCHITECTURE}.{name}"
-    for name in (
-        "attention.head_count",
-        "attention.head_count_kv",
-        "attention.key_length",
-        "attention.layer_norm_rms_epsilon",
-        "attention.value_length",
-        "block_count",
-        "context_length",
-        "embedding_length",
-        "feed_forward_length",
-        "rope.dimension_count",
-        "rope.freq_base",
-        "vocab_size",
-    )
-)
+# Each number by the range of the key that it becomes.
+_RANGES = {
+    f"{ARCHITECTURE}.{name}": TEXT_RANGES[key]
+    for name, key in {
+        "attention.head_count": "num_attention_heads",
+        "attention.head_count_kv": "num_key_value_heads",
+        "attention.key_length": "head_dim",
+        "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+        "attention.value_length": "head_dim",
+        "block_count": "num_hidden_layers",
+        "context_length": "max_position_embeddings",
+        "embedding_length": "hidden_size",
+        "feed_forward_length": "intermediate_size",
+        "rope.dimension_count": "head_dim",
+        "rope.freq_base": "rope_theta",
+        "vocab_size": "vocab_size",
+    }.items()
+}
+_MODEL_KEYS = frozenset(_RANGES)
 _TOKENIZER_KEYS = frozenset(
     {
         "tokenizer.chat_template",
@@ -133,16 +137,16 @@ def items(metadata: Metadata, key: str) -> list[object]:
 
 
 def count(metadata: Metadata, key: str, default: int | None = None) -> int:
-    value = metadata.get(key, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise GgufError(f"{key}: expected one positive integer, found {_shown(value)}")
+    value, allowed = metadata.get(key, default), _RANGES[key]
+    if not isinstance(value, int) or value not in allowed:
+        raise GgufError(f"{key}: expected {allowed}, found {_shown(value)}")
     return value
 
 
 def number(metadata: Metadata, key: str, default: float | None = None) -> float:
     value = metadata.get(key, default)
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise GgufError(f"{key}: expected a number, found {_shown(value)}")
+    if not isinstance(value, (int, float)) or value not in _RANGES[key]:
+        raise GgufError(f"{key}: expected {_RANGES[key]}, found {_shown(value)}")
     return float(value)
 
 
@@ -158,4 +162,4 @@ def token_id(metadata: Metadata, key: str) -> int | None:
 
 
 def _shown(value: object) -> str:
-    return "nothing" if value is None else repr(value)[:80]
+    return "nothing" if value is None else shown_value(value)

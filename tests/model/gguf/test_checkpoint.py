@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from epd.gateway.render import Renderer
 from epd.kernels.reference import DenseAttention
 from epd.model.gguf.checkpoint import import_gguf
-from epd.model.gguf.errors import GgufError
+from epd.model.gguf.errors import CacheError, GgufError
 from epd.model.gguf.tensors import half_order
 from epd.model.weights import load_text_model
 from tests.fakes.tiny_gguf import HEAD, HEADS, KINDS, KV_HEADS, LAYERS, TOKENS, WIDTH, interleaved, weights, write_gguf
@@ -163,7 +163,7 @@ def test_the_import_happens_once_whoever_asks(tmp_path: Path) -> None:
         thread.join()
     assert len(folders) == 4
     assert started == folders[:1]
-    assert sorted(entry.name for entry in cache.iterdir()) == [folders[0].name, f"{folders[0].name}.lock"]
+    assert [entry.name for entry in cache.iterdir()] == [folders[0].name]
 
 
 def test_another_file_is_another_directory_and_remains_are_swept(tmp_path: Path) -> None:
@@ -192,6 +192,9 @@ def test_another_file_is_another_directory_and_remains_are_swept(tmp_path: Path)
         ({"llama.rope.dimension_count": 8}, ["llama.rope.dimension_count", "8", "16"]),
         ({"llama.attention.value_length": 8}, ["llama.attention.value_length", "8"]),
         ({"llama.block_count": None}, ["llama.block_count"]),
+        ({"llama.block_count": 2**31}, ["llama.block_count", "from 1 to 1,000", "2147483648"]),
+        ({"llama.rope.freq_base": float("nan")}, ["llama.rope.freq_base", "above 0", "nan"]),
+        ({"llama.attention.layer_norm_rms_epsilon": -1.0}, ["llama.attention.layer_norm_rms_epsilon", "-1.0"]),
         ({"llama.attention.head_count": [6, 6, 6]}, ["llama.attention.head_count"]),
         ({"llama.vocab_size": 7}, ["llama.vocab_size", "7"]),
         ({"split.count": 2}, ["split.count"]),
@@ -212,7 +215,7 @@ def test_keys_are_refused_by_name(tmp_path: Path, changes: dict[str, object], wo
         imported(write_gguf(tmp_path / "tiny.gguf", keys=changes), tmp_path / "cache")
     for word in ["tiny.gguf", *words]:
         assert word in str(refused.value)
-    assert [entry.suffix for entry in (tmp_path / "cache").iterdir()] == [".lock"]
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_tensors_are_refused_by_name(tmp_path: Path) -> None:
@@ -227,6 +230,38 @@ def test_tensors_are_refused_by_name(tmp_path: Path) -> None:
         imported(write_gguf(tmp_path / "tiny.gguf", tensors=wrong), tmp_path / "cache")
     for word in (*wrong, f"[{WIDTH}]", f"[{WIDTH + 1}]"):
         assert word in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("model.safetensors", None), ("config.json", b"{"), ("tokenizer.json", b"[]"), ("tokenizer_config.json", None)],
+)
+def test_a_damaged_import_is_made_again(tmp_path: Path, name: str, content: bytes | None) -> None:
+    path, cache = write_gguf(tmp_path / "tiny.gguf"), tmp_path / "cache"
+    folder = imported(path, cache)
+    whole = (folder / name).read_bytes()
+    (folder / name).write_bytes(whole[:-1] if content is None else content)
+    assert imported(path, cache) == folder
+    assert (folder / name).read_bytes() == whole
+
+
+def test_what_fails_its_check_is_not_kept(tmp_path: Path) -> None:
+    def refuse(folder: Path) -> None:
+        assert (folder / "model.safetensors").is_file()
+        raise GgufError("no good")
+
+    path, cache = write_gguf(tmp_path / "tiny.gguf"), tmp_path / "cache"
+    for _ in range(2):
+        with pytest.raises(GgufError, match="no good"):
+            import_gguf(path, cache, on_start=lambda _: None, check=refuse)
+        assert list(cache.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    path, cache = write_gguf(tmp_path / "tiny.gguf"), tmp_path / "cache"
+    cache.write_text("a file where the directory should be")
+    with pytest.raises(CacheError, match=r"cache cannot be written: File exists"):
+        imported(path, cache)
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
