@@ -63,8 +63,8 @@ def evaluate(
         ),
     ] = None,
     tasks: Annotated[
-        str, typer.Option(help="Tasks to ask, parted by commas; a wrong name lists them.", show_default="all")
-    ] = "",
+        str | None, typer.Option(help="Tasks to ask, parted by commas; a wrong name lists them.", show_default="all")
+    ] = None,
     count: Annotated[int, typer.Option(min=1, help="Samples per task.")] = 1000,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 16,
     stream: Annotated[
@@ -97,6 +97,8 @@ def evaluate(
     )
     if out is not None and not out.parent.is_dir():
         raise ConfigError(f"--out {out}: no such directory {out.parent}")
+    if out is not None and out.exists() and not out.is_file():
+        raise ConfigError(f"--out {out}: exists and is not a regular file")
     tallies = [Tally(task, count, failures) for task in plan.tasks]
     started_s = time.monotonic()
     fault: str | None = None
@@ -116,14 +118,18 @@ def evaluate(
         raise typer.Exit(1)
 
 
-def _chosen_tasks(named: str) -> tuple[str, ...]:
+def _chosen_tasks(named: str | None) -> tuple[str, ...]:
     from training.tasks import TASKS
 
+    if named is None:
+        return tuple(TASKS)
     chosen = tuple(dict.fromkeys(name.strip() for name in named.split(",") if name.strip()))
     for name in chosen:
         if name not in TASKS:
             raise ConfigError(f"--tasks names {name!r}; allowed: {', '.join(TASKS)}")
-    return chosen or tuple(TASKS)
+    if not chosen:
+        raise ConfigError(f"--tasks names no task; allowed: {', '.join(TASKS)}")
+    return chosen
 
 
 async def _evaluate(plan: Plan, tallies: Sequence[Tally], *, quiet: bool) -> None:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+from aiohttp.http_exceptions import LineTooLong
 
 # How long one request is tried again while the server says that it is busy, and how long one try may take.
 RETRY_FOR_S = 300.0
 REQUEST_TIMEOUT_S = 600.0
 _RETRY_AFTER_S = 1.0
+_MODELS_TIMEOUT_S = 30.0
 _BUSY = (429, 503)
 
 
@@ -80,7 +82,7 @@ class ChatClient:
             except TimeoutError as error:
                 raise NoAnswer("timeout", f"no answer within {REQUEST_TIMEOUT_S:g} s") from error
             except aiohttp.ClientError as error:
-                raise NoAnswer("connection", str(error) or type(error).__name__) from error
+                raise NoAnswer("connection", _words(error)) from error
 
     async def _try(self, body: bytes) -> Reply:
         started_s = time.monotonic()
@@ -128,17 +130,20 @@ async def _read_stream(response: aiohttp.ClientResponse, started_s: float) -> Re
     """Raises NoAnswer for a stream that ends in an error, or without its mark."""
     pieces: list[str] = []
     num_tokens, ttft_s = 0, None
-    async for line in response.content:
-        if not line.startswith(b"data:"):
-            continue
-        data = line.removeprefix(b"data:").strip()
-        if data == b"[DONE]":
-            return Reply("".join(pieces), num_tokens, ttft_s, time.monotonic() - started_s)
-        piece, used = _read_event(data)
-        if piece and ttft_s is None:
-            ttft_s = time.monotonic() - started_s
-        pieces.append(piece)
-        num_tokens = used or num_tokens
+    try:
+        async for line in response.content:
+            if not line.startswith(b"data:"):
+                continue
+            data = line.removeprefix(b"data:").strip()
+            if data == b"[DONE]":
+                return Reply("".join(pieces), num_tokens, ttft_s, time.monotonic() - started_s)
+            piece, used = _read_event(data)
+            if piece and ttft_s is None:
+                ttft_s = time.monotonic() - started_s
+            pieces.append(piece)
+            num_tokens = used or num_tokens
+    except LineTooLong as error:
+        raise NoAnswer("not a chat completion", "a line of the stream is too long") from error
     raise NoAnswer("stream cut short", "the stream ended without [DONE]")
 
 
@@ -157,12 +162,27 @@ def _read_event(data: bytes) -> tuple[str, int]:
 
 async def served_model(session: aiohttp.ClientSession, base_url: str) -> str:
     """The first model the server lists. Raises NoAnswer when nothing there answers like an OpenAI server."""
+    url = f"{base_url}/v1/models"
     try:
-        async with session.get(f"{base_url}/v1/models", timeout=aiohttp.ClientTimeout(total=30)) as response:
-            return str((await response.json())["data"][0]["id"])
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise NoAnswer("connection", str(error) or type(error).__name__) from error
+        async with session.get(url, timeout=aiohttp.ClientTimeout(total=_MODELS_TIMEOUT_S)) as response:
+            if response.status != 200:
+                raise _refusal(response, await response.text())
+            return str(json.loads(await response.read())["data"][0]["id"])
+    except TimeoutError as error:
+        raise NoAnswer("timeout", f"{url} did not answer within {_MODELS_TIMEOUT_S:g} s") from error
+    except (NoAnswer, _Busy) as error:
+        raise NoAnswer(error.kind, f"{url} answered with status {response.status}: {error}") from error
+    except aiohttp.ClientError as error:
+        raise NoAnswer("connection", f"{url}: {_words(error)}") from error
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise NoAnswer(
-            "no models", f"{base_url}/v1/models lists no model: is this an OpenAI-compatible server?"
-        ) from error
+        raise NoAnswer("no models", f"{url} lists no model: is this an OpenAI-compatible server?") from error
+
+
+def _words(error: aiohttp.ClientError) -> str:
+    match error:
+        case aiohttp.TooManyRedirects():
+            return "it redirects without end"
+        case aiohttp.InvalidURL():
+            return "this is no URL that can be asked"
+        case _:
+            return str(error) or type(error).__name__

@@ -201,6 +201,11 @@ def test_shows_a_table_and_fails_for_errors_and_for_a_share_below_the_required(
         (["--tasks", "count,chess"], r"'chess'; allowed: .*small_talk"),
         (["--url", "http://127.0.0.1:1", "--mode", "epd"], "--mode"),
         (["--url", "127.0.0.1"], "--url is '127.0.0.1'"),
+        (["--url", "http://127.0.0.1:99999"], "--url is 'http://127.0.0.1:99999': Port out of range"),
+        (["--url", "http://[::1"], "--url is"),
+        (["--url", "http://:80"], "--url is"),
+        (["--tasks", " , "], "--tasks names no task; allowed: .*small_talk"),
+        (["--out", "/tmp"], "is not a regular file"),
         (["--mode", "solo", "--count", "1"], "mode is 'solo'"),
         (["--out", "/nowhere/found.json"], "no such directory"),
     ],
@@ -319,6 +324,7 @@ HI = '{"choices": [{"delta": {"content": "hi"}}]}'
         (streams(HI), True, "stream cut short", "DONE"),
         (streams(HI, '{"error": {"message": "lost", "code": "stage_lost"}}'), True, "stream stage_lost", "lost"),
         (streams(HI, "gibberish", "[DONE]"), True, "not a chat completion", "gibberish"),
+        (streams(HI, "x" * (1 << 20)), True, "not a chat completion", "too long"),
         (replies(lambda: web.Response(text="hello")), False, "not a chat completion", "hello"),
         (replies(lambda: web.Response(text="no", status=404)), True, "404", "OpenAI"),
         (replies(lambda: busy(503, "draining")), True, "503 draining", "come back"),
@@ -328,6 +334,41 @@ async def test_what_is_no_answer_is_named(complete: Complete, stream: bool, kind
     with pytest.raises(NoAnswer, match=message) as caught:
         await ask(complete, stream=stream, retry_for_s=0.2)
     assert caught.value.kind == kind
+
+
+async def no_models(response: web.Response) -> NoAnswer:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(status=response.status, headers=response.headers, body=response.body)
+
+    app = web.Application()
+    app.router.add_get("/v1/models", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        async with aiohttp.ClientSession() as session:
+            with pytest.raises(NoAnswer) as caught:
+                await served_model(session, f"http://127.0.0.1:{runner.addresses[0][1]}")
+    finally:
+        await runner.cleanup()
+    return caught.value
+
+
+async def test_a_page_in_place_of_models_is_named() -> None:
+    error = await no_models(web.Response(text="<html>", content_type="text/html"))
+    assert "/v1/models lists no model: is this an OpenAI-compatible server?" in str(error)
+
+
+async def test_an_error_in_place_of_models_is_named() -> None:
+    assert "/v1/models answered with status 404: " in str(await no_models(web.Response(status=404)))
+    refused = web.json_response({"error": {"message": "no key", "code": "invalid_api_key"}}, status=401)
+    assert "/v1/models answered with status 401: no key" in str(await no_models(refused))
+
+
+async def test_redirects_without_end_are_named() -> None:
+    error = await no_models(web.Response(status=302, headers={"Location": "/v1/models"}))
+    assert "/v1/models: it redirects without end" in str(error)
 
 
 async def test_a_connection_that_breaks_is_named() -> None:
