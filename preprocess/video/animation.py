@@ -52,6 +52,7 @@ def read_animation_index(content: bytes, limits: DecodeLimits) -> VideoIndex:
         dts=starts_ms[:-1],
         size_bytes=np.zeros(num_frames, dtype=np.int64),
         is_start=numbers == 0,
+        is_marked=numbers == 0,
         shown=numbers.astype(np.int64),
         times_s=starts_ms[:-1] / _MS if is_timed else None,
         # Without durations, as fast as browsers show such files.

@@ -45,6 +45,8 @@ class VideoIndex:
     """[N]"""
     is_start: NDArray[np.bool_]
     """[N] decoding can start here: frames from this one on, in display order, need nothing before it."""
+    is_marked: NDArray[np.bool_]
+    """[N] the container says that decoding can start here; of these `is_start` are proven."""
     shown: NDArray[np.int64]
     """[F] the packet of each frame that is shown, in display order."""
     times_s: NDArray[np.float64] | None
@@ -75,6 +77,7 @@ class _Rows:
     dts: list[int | None]
     size_bytes: list[int]
     is_start: list[bool]
+    is_marked: list[bool]
     is_shown: list[bool]
     has_discards: bool = False
     highest_layer: int = 0
@@ -104,7 +107,7 @@ def read_index(content: bytes, limits: DecodeLimits, check_deadline: Callable[[]
 
 
 def _read_rows(packets: PacketReader, bitstream: BitstreamReader, check_deadline: Callable[[], None]) -> _Rows:
-    rows = _Rows([], [], [], [], [])
+    rows = _Rows([], [], [], [], [], [])
     for packet in packets:
         if not packet.size:
             continue
@@ -123,6 +126,7 @@ def _read_rows(packets: PacketReader, bitstream: BitstreamReader, check_deadline
         rows.dts.append(packet.dts)
         rows.size_bytes.append(packet.size)
         rows.is_start.append(is_start)
+        rows.is_marked.append(packet.is_keyframe)
         rows.is_shown.append(is_shown)
         if len(rows.pts) % _CHECK_EVERY == 0:
             check_deadline()
@@ -147,6 +151,7 @@ def _index_of(rows: _Rows, packets: PacketReader, container: Any, stream: Any) -
         dts=np.array([value or 0 for value in rows.dts], dtype=np.int64),
         size_bytes=np.array(rows.size_bytes, dtype=np.int64),
         is_start=np.array(rows.is_start, dtype=np.bool_),
+        is_marked=np.array(rows.is_marked, dtype=np.bool_),
         shown=shown,
         times_s=times_s,
         rate_fps=stream_rate_fps(container, stream, num_frames),

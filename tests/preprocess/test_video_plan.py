@@ -183,6 +183,7 @@ def indices(draw: st.DrawFn) -> VideoIndex:
         dts=np.arange(len(order), dtype=np.int64),
         size_bytes=np.ones(len(order), dtype=np.int64),
         is_start=np.array(starts, dtype=np.bool_),
+        is_marked=np.array(starts, dtype=np.bool_),
         shown=np.argsort(pts),
         times_s=np.sort(pts).astype(np.float64),
         rate_fps=1.0,
