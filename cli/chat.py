@@ -63,9 +63,13 @@ def chat(
 
 def server_root(url: str) -> str:
     """`http://host:port/v1/` and `http://host:port` name the same server. Raises ConfigError for anything else."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"--url is {url!r}: {error}; give an address like http://127.0.0.1:8000") from error
     path = parts.path.rstrip("/").removesuffix("/v1")
-    if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or parts.query or parts.fragment:
         raise ConfigError(f"--url is {url!r}; give an address like http://127.0.0.1:8000")
     return f"{parts.scheme}://{parts.netloc}{path}"
 
