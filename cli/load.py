@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 
 from cli.models import PACKAGED_MODELS, ModelUnavailable, imported_model, is_imported
+from encoder.checkpoint import CheckpointError, read_json_object
 from encoder.config import EncoderConfig
 from epd.config import EngineConfig, FetchPolicy, GatewayConfig
 from epd.types import Role
@@ -197,7 +198,7 @@ def resolve_model(model: str, environ: Mapping[str, str] | None = None) -> tuple
         except ModelUnavailable as error:
             raise ConfigError(str(error)) from error
     model_dir = BUILTIN_MODELS.get(model, Path(model).expanduser())
-    if not (model_dir / "config.json").is_file():
+    if not model.strip() or not os.path.lexists(model_dir / "config.json"):
         names = ", ".join([*BUILTIN_MODELS, *PACKAGED_MODELS])
         raise ConfigError(
             f"model is {model!r}: no {model_dir / 'config.json'}; give a built-in name ({names}), a model directory or "
@@ -209,10 +210,10 @@ def resolve_model(model: str, environ: Mapping[str, str] | None = None) -> tuple
 def takes_media(model_dir: Path) -> bool:
     """A checkpoint without a processor is text only and has no towers for an encoder to run. Raises ConfigError."""
     try:
-        config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{model_dir / 'config.json'} is no JSON: {error}") from error
-    return isinstance(config, dict) and isinstance(config.get("processor_config"), dict)
+        config = read_json_object(model_dir / "config.json")
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    return isinstance(config.get("processor_config"), dict)
 
 
 def load(

@@ -22,6 +22,7 @@ from cli.runtime import run_directory
 from cli.stage import EncoderStage, GatewayStage, Stage, WorkerStage
 from cli.supervisor import StageEvent, StageFailed, StageRefused, Supervisor
 from cli.terminal import quoted
+from encoder.checkpoint import read_json_object
 
 console = Console(stderr=True, highlight=False)
 
@@ -189,7 +190,7 @@ async def _announce(config: ServeConfig) -> None:
     started_s = time.monotonic()
     await until_ready(config)
     console.print(f"ready after {time.monotonic() - started_s:.1f} s")
-    _greet(config)
+    await _greet(config)
 
 
 async def until_ready(config: ServeConfig) -> None:
@@ -216,7 +217,8 @@ def reach(config: ServeConfig) -> str:
     return f"{host}:{config.gateway.port}"
 
 
-def _greet(config: ServeConfig) -> None:
+async def _greet(config: ServeConfig) -> None:
+    """Say where the API is, and what part of the model's context it has room for."""
     url = f"http://{reach(config)}/v1/chat/completions"
     sample = next(
         (root / "picture.png" for root in config.gateway.fetch.media_roots if (root / "picture.png").exists()), None
@@ -235,6 +237,28 @@ def _greet(config: ServeConfig) -> None:
     console.print(
         f"curl -N {url} -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n", soft_wrap=True, markup=False
     )
+
+    await _mention_context(config)
+
+
+async def _mention_context(config: ServeConfig) -> None:
+    """A small KV budget is no fault, but the limit it sets should surprise nobody."""
+    headers = {"Authorization": f"Bearer {config.gateway.api_keys[0]}"} if config.gateway.api_keys else {}
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5), headers=headers) as session,
+            session.get(f"http://{reach(config)}/v1/models") as response,
+        ):
+            room = (await response.json())["data"][0]["max_model_len"]
+    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, IndexError):
+        # The service runs all the same.
+        return
+    own = read_json_object(config.model_dir / "config.json").get("max_position_embeddings")
+    if isinstance(own, int) and room < own:
+        console.print(
+            f"a prompt and its answer may have {room:,} of the model's {own:,} tokens together: "
+            f"engine.kv_budget_bytes, {config.prefill[0].kv_budget_bytes:,}, has room for no more\n"
+        )
 
 
 def free_port(host: str) -> int:

@@ -1,7 +1,7 @@
 """All stages in one process: the same stage code over the in-memory transport, for `mimo chat` and small machines."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 
 import torch
@@ -62,8 +62,8 @@ async def unified_server(config: ServeConfig) -> AsyncIterator[int]:
             await asyncio.to_thread(engine.drain, config.supervisor.drain_s)
 
 
-async def serve_unified(config: ServeConfig, stop: asyncio.Event, *, on_ready: Callable[[], None]) -> None:
+async def serve_unified(config: ServeConfig, stop: asyncio.Event, *, on_ready: Callable[[], Awaitable[None]]) -> None:
     """Serve until `stop` is set."""
     async with unified_server(config):
-        on_ready()
+        await on_ready()
         await stop.wait()

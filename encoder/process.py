@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import logging
 import signal
 import sys
@@ -17,6 +16,7 @@ import zmq.asyncio
 from encoder.cache.arena import SHM_DIR, Arena
 from encoder.cache.index import CacheIndex
 from encoder.cache.store import EmbeddingStore
+from encoder.checkpoint import read_json_object
 from encoder.config import EncoderConfig
 from encoder.errors import ArenaUnavailable
 from encoder.fingerprint import checkpoint_fingerprint
@@ -43,7 +43,7 @@ def open_server(config: EncoderConfig, *, model_dir: Path, name: str, arena: str
     DecoderUnavailable where decoders cannot be isolated in processes.
     """
     incarnation = uuid.uuid4().hex[:12]
-    processor = ProcessorConfig.from_hf(json.loads((model_dir / "config.json").read_text()))
+    processor = ProcessorConfig.from_hf(read_json_object(model_dir / "config.json"))
     replica = Replica(name=name, incarnation=incarnation, fingerprint=checkpoint_fingerprint(model_dir))
     for stale in SHM_DIR.glob(f"{arena}.*"):
         stale.unlink(missing_ok=True)

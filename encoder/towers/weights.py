@@ -5,16 +5,14 @@ A model directory holds config.json, the main checkpoint (safetensors shards, wi
 are read; the language model's are left alone.
 """
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from encoder.checkpoint import CheckpointError, FileTensor, TensorReader, find_tensors, mismatches
+from encoder.checkpoint import CheckpointError, FileTensor, TensorReader, find_tensors, mismatches, read_json_object
 from encoder.config import AudioConfig, AudioTokenizerConfig, VisionConfig
 from encoder.inventory import used_tokenizer_name
 from encoder.towers.audio import AudioEncoder, AudioTokenizer
@@ -63,7 +61,7 @@ def load_towers(model_dir: Path, dtype: torch.dtype, device: torch.device | str 
     Raises CheckpointError for files that are missing or damaged, or one listing by name all tensors that are missing,
     unexpected, misshapen or of a dtype that is not implemented.
     """
-    config = _read_json(model_dir / "config.json")
+    config = read_json_object(model_dir / "config.json")
     has_vision, has_audio = bool(config.get("vision_config")), bool(config.get("audio_config"))
     prefixes = (VISION_PREFIX,) * has_vision + (AUDIO_PREFIX, CODE_EMBEDDING_PREFIX) * has_audio
     found = find_tensors(model_dir, lambda name: name.startswith(prefixes)) if prefixes else {}
@@ -81,7 +79,7 @@ def load_towers(model_dir: Path, dtype: torch.dtype, device: torch.device | str 
             encoder = AudioEncoder(audio_config)
             top_level = {name: tensor for name, tensor in found.items() if name.startswith(CODE_EMBEDDING_PREFIX)}
             parts.append(_Part(encoder, _below(found, AUDIO_PREFIX) | top_level, AUDIO_PREFIX))
-            tokenizer_config = AudioTokenizerConfig.from_hf(_read_json(model_dir / TOKENIZER_DIR / "config.json"))
+            tokenizer_config = AudioTokenizerConfig.from_hf(read_json_object(model_dir / TOKENIZER_DIR / "config.json"))
             tokenizer = AudioTokenizer(tokenizer_config, audio_config.segment_frames)
             tensors = _tokenizer_tensors(model_dir / TOKENIZER_DIR)
             parts.append(_Part(tokenizer, tensors, f"{TOKENIZER_DIR}/{TOKENIZER_PREFIX}"))
@@ -108,13 +106,6 @@ def export_audio_state(encoder: AudioEncoder) -> dict[str, Tensor]:
 def export_tokenizer_state(tokenizer: AudioTokenizer) -> dict[str, Tensor]:
     """The audio tokenizer's tensors under the names of `audio_tokenizer/model.safetensors`."""
     return {TOKENIZER_PREFIX + name: tensor.detach() for name, tensor in tokenizer.state_dict().items()}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise CheckpointError(f"{path} does not exist")
-    content: dict[str, Any] = json.loads(path.read_text())
-    return content
 
 
 def _below(tensors: dict[str, FileTensor], prefix: str) -> dict[str, FileTensor]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import xxhash
 
+from encoder.checkpoint import read_json_object
 from epd.config import EngineConfig
 from epd.kv.layout import KvLayout
 from epd.types import Role
@@ -44,7 +45,7 @@ def kv_arithmetic(config: EngineConfig) -> str:
 def kv_fingerprint(model_dir: Path, layout: KvLayout, *, arithmetic: str) -> str:
     """32 hex digits over weights, configuration, KV layout and `kv_arithmetic`: equal means KV may be exchanged."""
     digest = xxhash.xxh3_128()
-    config = json.loads((model_dir / "config.json").read_text())
+    config = read_json_object(model_dir / "config.json")
     for part in (json.dumps(config, sort_keys=True), layout.identity, arithmetic):
         digest.update(part.encode())
     for path in sorted(model_dir.glob("*.safetensors")):

@@ -1,7 +1,8 @@
 """What the engine knows of a checkpoint's tokenizer: how many token ids it has."""
 
-import json
 from pathlib import Path
+
+from encoder.checkpoint import read_json_object
 
 
 def count_token_ids(model_dir: Path) -> int | None:
@@ -13,7 +14,7 @@ def count_token_ids(model_dir: Path) -> int | None:
     path = model_dir / "tokenizer.json"
     if not path.exists():
         return None
-    spec = json.loads(path.read_text(encoding="utf-8"))
+    spec = read_json_object(path)
     try:
         ids: list[int] = [*spec["model"]["vocab"].values(), *(token["id"] for token in spec.get("added_tokens") or [])]
         return max(ids) + 1

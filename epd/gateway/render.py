@@ -211,19 +211,39 @@ class Renderer:
         return tuple(pieces)
 
 
-def fit_answer(num_prompt_tokens: int, *, asked: int | None, default: int, max_context_tokens: int) -> int:
-    """Tokens the answer may have. Raises ContextTooLong when the prompt, or both together, do not fit."""
+def context_words(max_context_tokens: int, model_context_tokens: int) -> str:
+    """What limits a context: the model, or the memory that a deployment gives to keys and values."""
+    if max_context_tokens >= model_context_tokens:
+        return f"this model's context is {max_context_tokens} tokens"
+    return (
+        f"this server has room for {max_context_tokens} of the {model_context_tokens} tokens of this model's context "
+        "(engine.kv_budget_bytes sets that)"
+    )
+
+
+def fit_answer(
+    num_prompt_tokens: int,
+    *,
+    asked: int | None,
+    default: int,
+    max_context_tokens: int,
+    model_context_tokens: int | None = None,
+) -> int:
+    """Tokens the answer may have. Raises ContextTooLong when the prompt, or both together, do not fit.
+
+    `model_context_tokens` is the model's own limit, where `max_context_tokens` may be below it.
+    """
+    limit = context_words(max_context_tokens, model_context_tokens or max_context_tokens)
     room = max_context_tokens - num_prompt_tokens
     if room < 1:
         raise ContextTooLong(
-            f"the prompt has {num_prompt_tokens} tokens; this model's context is {max_context_tokens} tokens, "
-            "answer included",
+            f"the prompt has {num_prompt_tokens} tokens; {limit}, answer included",
             param="messages",
         )
     if asked is not None and asked > room:
         raise ContextTooLong(
             f"the prompt has {num_prompt_tokens} tokens and max_tokens is {asked}, together "
-            f"{num_prompt_tokens + asked}; this model's context is {max_context_tokens} tokens",
+            f"{num_prompt_tokens + asked}; {limit}",
             param="max_tokens",
         )
     return min(default, room) if asked is None else asked
