@@ -38,7 +38,7 @@ _MEDIA: Final = ("image", "video")
 _PIXELS: Final = Whole(1, 2**40)
 _FRAMES: Final = Whole(1, 1_000_000)
 # Every number of the section that is read. The limits are far beyond what a checkpoint could mean.
-_RANGES: Final[Mapping[str, Range]] = {
+PROCESSOR_RANGES: Final[Mapping[str, Range]] = {
     "image_min_pixels": Whole(0, 2**40),
     "image_max_pixels": _PIXELS,
     "video_min_pixels": Whole(0, 2**40),
@@ -135,7 +135,7 @@ class ProcessorKeys:
                 raise ValueError(f"processor_config: {names}: the lower bound is {lower:g}, above the upper, {upper:g}")
 
     def _checked(self, key: str, found: object) -> float:
-        allowed = _RANGES[key]
+        allowed = PROCESSOR_RANGES[key]
         if not isinstance(found, int | float) or found not in allowed:
             shown = "null" if found is None else shown_value(found)
             raise ValueError(f"processor_config.{key} is {shown}, allowed is {allowed}")
