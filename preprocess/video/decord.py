@@ -27,9 +27,11 @@ def decode_with_decord(
     """
     import decord
 
+    # Its own errors are no RuntimeErrors.
+    faults = (RuntimeError, decord.DECORDError, decord.DECORDLimitReachedError)
     try:
         reader = decord.VideoReader(io.BytesIO(content), num_threads=num_threads)
-    except RuntimeError as error:
+    except faults as error:
         raise MediaUndecodable(f"decord cannot open the video ({describe(content)})") from error
     for place, number in wanted:
         check_deadline()
@@ -37,6 +39,6 @@ def decode_with_decord(
             raise FewerFrames(len(reader))
         try:
             pixels: NDArray[np.uint8] = reader[number].asnumpy()
-        except RuntimeError as error:
+        except faults as error:
             raise MediaUndecodable(f"decord cannot decode frame {number}") from error
         emit(place, pixels)
