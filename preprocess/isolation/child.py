@@ -153,8 +153,6 @@ class _Nursery:
                 os.close(pidfd)
             confine(self._settings, nursery_pid)
             _Worker(connection, self._settings).run()
-        except BaseException:  # noqa: BLE001 - the outermost frame of a process
-            traceback.print_exc()
         finally:
             os._exit(_EXIT_BROKE)
 
@@ -173,7 +171,11 @@ def confine(settings: DecodeSettings, nursery_pid: int) -> None:
     if os.getppid() != nursery_pid:
         os._exit(0)
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    faulthandler.enable()
+    # Codecs print what hostile files make them say; a crash is still told with the stack of Python it came from.
+    told = os.dup(2)
+    with open(os.devnull, "w") as silence:
+        os.dup2(silence.fileno(), 2)
+    faulthandler.enable(file=told)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Of private memory: address space that is only reserved and shared memory do not count, stacks of threads do. The
     # pool watches the ceiling itself; this wall above it stops what grows faster than the pool looks.
