@@ -57,8 +57,6 @@ def on_white(image: Image.Image, *, key: ColourKey | None = None, full_scale: in
 
 
 def _rgb(image: Image.Image) -> NDArray[np.uint8]:
-    if image.mode == "La":
-        image = image.convert("LA")
     if image.mode in ("RGBA", "LA", "PA", "RGBa") or (image.mode == "P" and "transparency" in image.info):
         rgba = image.convert("RGBA")
         white = Image.new("RGB", rgba.size, (255, 255, 255))

@@ -10,14 +10,15 @@ import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from preprocess import DecodeLimits, MediaTooLarge
+from preprocess import DecodeLimits, MediaTooLarge, MediaUndecodable
 from preprocess.essence import essence
+from preprocess.image import decode_image
 from preprocess.tiff import value_bytes
 from tests.fakes.media.images import huge_header, png, png_chunk, riff_chunk, saved
 
@@ -108,7 +109,22 @@ def jpeg2000_of_two_sizes() -> bytes:
 
 
 def avif_of_many_tags() -> bytes:
-    return saved(PICTURE, "AVIF").replace(b"mdat", b"mdat" + exif_of_many_tags(20_000, 1_000_000), 1)
+    bomb = exif_of_many_tags(20_000, 1_000_000)
+    # Pillow, which writes the file, would set the bomb off.
+    harmless = struct.pack("<2sHIH", b"II", 42, 8, 0).ljust(len(bomb), b"\0")
+    content = saved(PICTURE, "AVIF", exif=harmless)
+    assert harmless in content
+    return content.replace(harmless, bomb)
+
+
+def tiff_of_one_tag_many_times() -> bytes:
+    content = saved(PICTURE, "TIFF") + bytes(1_000_000)
+    content += b"\0" * (len(content) % 2)
+    (at,) = struct.unpack_from("<I", content, 4)
+    (num_tags,) = struct.unpack_from("<H", content, at)
+    directory = content[at + 2 : at + 2 + 12 * num_tags] + struct.pack("<HHII", 347, 7, 1_000_000, 8) * 20_000
+    head = content[:4] + struct.pack("<I", len(content)) + content[8:]
+    return head + struct.pack("<H", len(directory) // 12) + directory + bytes(4)
 
 
 def webp_canvas() -> bytes:
@@ -123,6 +139,7 @@ BOMBS: Final[dict[str, tuple[Callable[[], bytes], list[int] | str]]] = {
     "exif.webp": (lambda: saved(PICTURE, "WEBP", exif=exif_of_many_tags(20_000, 1_000_000)), SHAPE),
     "exif.avif": (avif_of_many_tags, "MediaUndecodable"),
     "tags.tif": (tiff_of_many_tags, SHAPE),
+    "one-tag.tif": (tiff_of_one_tag_many_times, "MediaUndecodable"),
     "pieces.tif": (tiff_of_many_pieces, "MediaUndecodable"),
     "tile.tif": (
         lambda: tiff_directory(
@@ -154,7 +171,7 @@ BOMBS: Final[dict[str, tuple[Callable[[], bytes], list[int] | str]]] = {
     "inner-png.ico": (icon_of_a_real_picture, "MediaTooLarge"),
     "inner-header.ico": (lambda: icon(huge_header("PNG", 60_000, 60_000), 32), "MediaTooLarge"),
     "inner-bitmap.ico": (
-        lambda: icon(struct.pack("<IiiHHIIiiII", 40, 30_000, 30_000, 1, 1, 0, 0, 0, 0, 0, 0) + bytes(99), 1),
+        lambda: icon(struct.pack("<IiiHHIIiiII", 40, 12_000, 24_000, 1, 1, 0, 0, 0, 0, 0, 0) + bytes(99), 1),
         "MediaTooLarge",
     ),
     "tiles.j2k": (jpeg2000_of_many_tiles, "MediaUndecodable"),
@@ -220,6 +237,11 @@ def test_what_is_left_of_a_tiff() -> None:
         np.testing.assert_array_equal(np.asarray(image), PICTURE)
 
 
+def test_an_avif_with_too_large_an_exif_block_is_not_opened() -> None:
+    with pytest.raises(MediaUndecodable, match="EXIF block claims more than the file holds"):
+        essence("AVIF", avif_of_many_tags(), DecodeLimits())
+
+
 def test_what_the_tags_of_a_block_take() -> None:
     assert value_bytes(exif_of_many_tags(50, 1000), 0) == 50_000
     assert value_bytes(b"no TIFF structure", 0) == 0
@@ -231,11 +253,19 @@ def test_what_the_tags_of_a_block_take() -> None:
     assert len("a maker\0") + 20 <= value_bytes(block, 0) <= len(block)
 
 
-@pytest.mark.parametrize("kind", ["PNG", "GIF", "BMP", "TIFF", "WEBP", "JPEG2000", "AVIF", "ICO", "JPEG", "PPM"])
-def test_a_picture_one_pixel_over_the_limit_is_refused(kind: str) -> None:
-    from preprocess.image import decode_image
+ICON = {"sizes": [(64, 64)]}
 
-    content = saved(PICTURE, kind, **({"sizes": [(64, 64)]} if kind == "ICO" else {}))
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *((kind, {}) for kind in ("PNG", "GIF", "BMP", "TIFF", "WEBP", "JPEG2000", "AVIF", "JPEG", "PPM")),
+        ("ICO", ICON),
+        ("ICO", ICON | {"bitmap_format": "bmp"}),
+    ],
+)
+def test_a_picture_one_pixel_over_the_limit_is_refused(kind: str, options: dict[str, Any]) -> None:
+    content = saved(PICTURE, kind, **options)
     assert decode_image(content, DecodeLimits(max_image_pixels=64 * 64)).shape == (64, 64, 3)
     with pytest.raises(MediaTooLarge, match="64 x 64 = 4096 pixels, allowed are 4095"):
         decode_image(content, DecodeLimits(max_image_pixels=64 * 64 - 1))
