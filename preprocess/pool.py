@@ -338,9 +338,11 @@ class DecodePool:
         """
         running = asyncio.get_running_loop().run_in_executor(self._threads, call)
         self._watches.add(watch)
-        left = False
+        left = over = False
 
         def ended(future: asyncio.Future[_T]) -> None:
+            nonlocal over
+            over = True
             self._watches.discard(watch)
             failed = future.cancelled() or future.exception() is not None
             done()
@@ -359,9 +361,12 @@ class DecodePool:
             raise watch.timeout()
         except asyncio.CancelledError:
             watch.abandon()
-            # Should it have ended in this very moment, `ended` is called after this.
-            left = True
-            self.num_stuck += 1
+            if not over:
+                left = True
+                self.num_stuck += 1
+            elif not running.cancelled() and running.exception() is None:
+                # It ended in this very moment, before this was heard of.
+                orphan(running.result())
             raise
         finally:
             # An error's traceback holds this frame: it must not hold the error, or both wait for the collector.

@@ -387,3 +387,44 @@ async def test_settings_are_checked() -> None:
         DecodeSettings(max_item_s=float("nan"))
     with pytest.raises(ValueError, match="max_worker_bytes is 1"):
         DecodeSettings(max_worker_bytes=1)
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 3])
+async def test_a_call_that_is_given_up_as_it_ends(
+    pool: DecodePool, tiny: ProcessorConfig, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Cancelled in the very moment, or a step of the loop later: the medium is closed, and nothing counts as stuck."""
+    closed: list[PooledMedia] = []
+    close = PooledMedia.close
+
+    def counted(medium: PooledMedia) -> None:
+        closed.append(medium)
+        close(medium)
+
+    content = picture_file(blocks(64, 64, 0))
+    loop = asyncio.get_running_loop()
+    begin = loop.run_in_executor
+    for _ in range(3):
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def watched(*call: Any, heard: asyncio.Future[None] = ended) -> asyncio.Future[Any]:
+            running: asyncio.Future[Any] = begin(*call)
+            running.add_done_callback(lambda _: heard.set_result(None))
+            return running
+
+        with monkeypatch.context() as patched:
+            patched.setattr(loop, "run_in_executor", watched)
+            patched.setattr(PooledMedia, "close", counted)
+            call = asyncio.create_task(
+                pool.open(content, modality=Modality.IMAGE, options=MediaOptions(), config=tiny, key=KEY)
+            )
+            await ended
+            for _ in range(step):
+                await asyncio.sleep(0)
+            call.cancel()
+            (result,) = await asyncio.gather(call, return_exceptions=True)
+            if isinstance(result, PooledMedia):
+                result.close()
+    assert len(closed) == 3
+    assert pool.num_stuck == 0
+    await prepare_picture(pool, tiny)
