@@ -157,10 +157,10 @@ BOMBS: Final[dict[str, tuple[Callable[[], bytes], list[int] | str]]] = {
     "comment.gif": (gif_of_a_long_comment, SHAPE),
     "texts.png": (
         lambda: png_with(
-            png_chunk(b"iCCP", b"x\0\0" + zlib.compress(bytes(100_000_000))),
+            png_chunk(b"iCCP", b"x\0\0" + zlib.compress(bytes(20_000_000))),
             *[png_chunk(b"zTXt", b"x\0\0" + zlib.compress(bytes(2_000_000)))] * 50,
-            png_chunk(b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + zlib.compress(bytes(100_000_000))),
-            png_chunk(b"zTXt", b"Raw profile type exif\0\0" + zlib.compress(bytes(100_000_000))),
+            png_chunk(b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + zlib.compress(bytes(20_000_000))),
+            png_chunk(b"zTXt", b"Raw profile type exif\0\0" + zlib.compress(bytes(20_000_000))),
             png_chunk(b"tEXt", b"Comment\0" + bytes(5_000_000)),
         ),
         SHAPE,
