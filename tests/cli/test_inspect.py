@@ -1,6 +1,7 @@
 """`mimo inspect`: the published numbers, its keys, its exit codes, and that it stays light."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from cli.app import app
@@ -188,3 +190,54 @@ def test_torch_is_not_loaded_and_exit_codes_reach_the_shell() -> None:
             [sys.executable, "-c", probe, argument], cwd=ROOT, capture_output=True, text=True, check=False
         )
         assert (done.returncode, done.stderr.splitlines()[-1]) == (code, "False False"), done.stderr
+
+
+def test_what_serving_lacks_is_a_note(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(GOLDEN / "fp8", tmp_path / "fp8"))
+    said = report(str(folder))
+    (note,) = said["notes"]
+    assert note.startswith("mimo serve would refuse this directory: ")
+    assert "tokenizer.json is missing" in note
+    assert "Note: mimo serve would refuse" in run(str(folder)).output
+    assert report("mimo-nano")["notes"] == report("mimo-v2.5")["notes"] == []
+
+
+def test_nothing_from_a_checkpoint_reaches_the_terminal_raw(tmp_path: Path) -> None:
+    folder = tmp_path / "evil\x1b]0;[bold]x[nope]"
+    folder.mkdir()
+    config = json.loads((GOLDEN / "fp8" / "config.json").read_text())
+    state = load_file(GOLDEN / "fp8" / "model.safetensors")
+    evil = "x\x1b[31m\r\n\u202e[/red]"
+    save_file(state | {evil: state["model.norm.weight"].clone()}, folder / "a\x1b[2J.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    for arguments in ([], ["--tensors"], ["--json"]):
+        result = run(str(folder), *arguments)
+        assert result.exit_code == 1
+        assert result.output.replace("\n", "").isprintable()
+        assert "[bold]x[nope]" in result.output
+    assert r"x\x1b[31m\r\n\u202e[/red]" in run(str(folder)).output
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": evil}))
+    refused = run(str(folder))
+    assert refused.stderr.replace("\n", "").isprintable()
+    assert "model_type" in refused.stderr
+
+
+def test_contexts_are_shown_once_and_heads_are_counted() -> None:
+    rows = report("mimo-nano", "--context", "5", "--context", "7", "--context", "5")["kv"]["contexts"]
+    assert [row["num_tokens"] for row in rows] == [5, 7]
+    assert run("mimo-nano", "--mtp-layers", "1000000").exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_name_is_not_the_current_directory(name: str) -> None:
+    with pytest.raises(ConfigError, match="no such path"):
+        CliRunner().invoke(app, ["inspect", name], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("arguments", [["mimo-v2.5"], ["mimo-v2.5", "--json"], ["mimo-v2.5", "--tensors"]])
+def test_a_full_disk_is_one_line(arguments: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "cli", "inspect", *arguments]
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "mimo: No space left on device\n"

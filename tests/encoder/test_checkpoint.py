@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from encoder.checkpoint import INDEX_FILE, CheckpointError, TensorReader, find_tensors, read_header
+from encoder.checkpoint import (
+    INDEX_FILE,
+    CheckpointError,
+    TensorReader,
+    find_tensors,
+    read_header,
+    scan_tensors,
+    shown,
+)
 
 NAME = "model.safetensors"
 
@@ -163,3 +171,57 @@ def test_any_bytes_are_refused_or_read(tmp_path_factory: pytest.TempPathFactory,
     except CheckpointError:
         return
     assert sum(tensor.size_bytes for tensor in tensors.values()) == len(content) - length
+
+
+def test_a_scan_reads_as_much_as_can_be_read(tmp_path: Path) -> None:
+    save(tmp_path / "a.safetensors", "x", "twice", "extra")
+    save(tmp_path / "b.safetensors", "y", "twice", "elsewhere")
+    (tmp_path / "c.safetensors").write_bytes(b"no weights")
+    files = {"x": "a", "gone": "a", "twice": "a", "elsewhere": "a", "y": "b", "v": "c", "w": "d"}
+    index(tmp_path, {name: f"{file}.safetensors" for name, file in files.items()})
+    scan = scan_tensors(tmp_path, everything)
+    assert sorted(scan.tensors) == ["elsewhere", "extra", "twice", "x", "y"]
+    assert scan.unread == {"v", "w"}
+    assert scan.absent == {"a.safetensors": ["gone"]}
+    assert scan.knows_all
+    assert [fault.split()[0] for fault in scan.faults] == ["c.safetensors", "d.safetensors"]
+    assert scan.conflicts == [
+        "twice is in a.safetensors and in b.safetensors",
+        f"{INDEX_FILE} puts tensors into files that do not hold them, though others do: elsewhere",
+    ]
+    (tmp_path / INDEX_FILE).unlink()
+    assert not scan_tensors(tmp_path, everything).knows_all
+
+
+@pytest.mark.parametrize("metadata", [[1, 2], "pt", {"format": 1}, None, 3])
+def test_metadata_is_text_by_name(tmp_path: Path, metadata: object) -> None:
+    header = {"__metadata__": metadata, "x": entry(0, 4)}
+    with pytest.raises(CheckpointError, match=r"as __metadata__, allowed is an object of text"):
+        read_header(raw(tmp_path / NAME, header, b"abcd"))
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        (b"[" * 200_000, "nested too deeply"),
+        ({"x": entry(0, 4, shape=[2**70])}, "describes x"),
+        ({"x": entry(0, 4, shape=[True, 4])}, "describes x"),
+        ({"x": entry(0, 4, shape=[1] * 1000)}, "describes x"),
+    ],
+)
+def test_headers_that_would_cost_dearly(tmp_path: Path, header: object, words: str) -> None:
+    with pytest.raises(CheckpointError, match=words) as refused:
+        read_header(raw(tmp_path / NAME, header, b"abcd"))
+    assert len(str(refused.value)) < 400
+
+
+def test_an_index_with_a_name_that_no_file_can_have(tmp_path: Path) -> None:
+    index(tmp_path, {"x": "a" * 5000})
+    with pytest.raises(CheckpointError, match=r"puts x into 'aaa.*not a file name") as refused:
+        find_tensors(tmp_path, everything)
+    assert len(str(refused.value)) < 400
+
+
+def test_names_are_counted_not_listed_and_do_nothing_to_a_terminal() -> None:
+    assert shown(f"t{i}" for i in range(1021)).endswith("t19 and 1,001 more")
+    assert shown(["evil\x1b[31m\nred"]) == "evil\\x1b[31m\\nred"
