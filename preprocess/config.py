@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Final, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -19,8 +20,14 @@ from preprocess.types import (
     MediaOptions,
 )
 
-VideoBackend = Literal["pyav", "decord"]
+VideoBackend = Literal["pyav", "torchcodec", "decord"]
+VIDEO_BACKEND_PACKAGES: Final[Mapping[str, str]] = {
+    "torchcodec": "mimo-epd[torchcodec] and the shared libraries of FFmpeg (as package ffmpeg brings them)",
+    "decord": "decord",
+}
+"""What the backends need that do not come with the default one."""
 Isolation = Literal["threads", "processes"]
+_ALLOWED_BACKENDS: Final = f"allowed is {', '.join(map(repr, get_args(VideoBackend)))}"
 _T = TypeVar("_T")
 
 
@@ -160,7 +167,17 @@ class ProcessorConfig:
     interleave_s: float = 0.0
     """How video and its audio alternate in a prompt; see `preprocess.tokens.expand`."""
     video_backend: VideoBackend = "pyav"
+    """What decodes videos. All give the same frames, but not bit for bit: their scalers are of different versions.
+
+    pyav        decodes only what is needed, takes everything
+    torchcodec  decodes what it can and hands the rest to pyav, with a warning
+    decord      refuses what it cannot do rightly, see `preprocess.video.decord`
+    """
     limits: DecodeLimits = field(default_factory=DecodeLimits)
+
+    def __post_init__(self) -> None:
+        if self.video_backend not in get_args(VideoBackend):
+            raise ValueError(f"video_backend is {self.video_backend!r}, {_ALLOWED_BACKENDS}")
 
     @classmethod
     def from_hf(cls, config: Mapping[str, object]) -> ProcessorConfig:
@@ -266,6 +283,17 @@ class ProcessorConfig:
         fields = asdict(self)
         del fields["limits"]
         return msgspec.json.encode(fields, order="sorted")
+
+
+def check_video_backend(backend: str) -> None:
+    """Raises ValueError for a backend that there is not, or whose library is not installed. Does not load it."""
+    if backend not in get_args(VideoBackend):
+        raise ValueError(f"video_backend is {backend!r}, {_ALLOWED_BACKENDS}")
+    if backend != "pyav" and importlib.util.find_spec(backend) is None:
+        raise ValueError(
+            f"video_backend is {backend!r}, which is not installed; install {VIDEO_BACKEND_PACKAGES[backend]}, or "
+            "choose 'pyav'"
+        )
 
 
 def _given(option: _T | None, default: _T) -> _T:

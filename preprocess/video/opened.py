@@ -18,7 +18,9 @@ from preprocess.sniff import describe
 from preprocess.types import PATCH_SIZE, PATCH_WIDTH, TEMPORAL_PATCH_SIZE
 from preprocess.video.animation import decode_animation, is_animated_webp, read_animation_index
 from preprocess.video.decord import decode_with_decord
+from preprocess.video.guests import Guest, admit
 from preprocess.video.index import VideoIndex, read_index
+from preprocess.video.look import FirstLook
 from preprocess.video.parts import PartAssembly, Put
 from preprocess.video.planned import Unproven, decode_planned
 from preprocess.video.scan import FewerFrames, scan
@@ -49,6 +51,8 @@ class OpenVideo:
     backend: VideoBackend
     frame_size: tuple[int, int]
     """(height, width) of the first frame, upright."""
+    look: FirstLook | None = None
+    """Of the first frame, for backends other than the default."""
     num_changes: int = 0
     """How often the frames were chosen again."""
     max_open_parts: int | None = None
@@ -117,9 +121,28 @@ class OpenVideo:
             return
         if self.backend == "decord":
             decode_with_decord(
-                self.content, self._wanted(parts), emit, num_threads=num_threads, check_deadline=check_deadline
+                self._guest(), self._wanted(parts), emit, num_threads=num_threads, check_deadline=check_deadline
             )
             return
+        if self.backend == "torchcodec":
+            from preprocess.video.torchcodec import decode_with_torchcodec
+
+            try:
+                decode_with_torchcodec(
+                    self._guest(),
+                    self._wanted(parts),
+                    emit,
+                    limits=self.limits,
+                    crew=crew,
+                    team=team,
+                    max_frames_ahead=parts.max_frames_ahead,
+                    check_deadline=check_deadline,
+                )
+            except Unproven as doubt:
+                self.warnings += (f"not decoded by torchcodec, or not wholly: {doubt}",)
+                team = Teamwork()
+            else:
+                return
         if self.index.scan_reason is None:
             try:
                 decode_planned(
@@ -150,6 +173,11 @@ class OpenVideo:
         )
         self.warnings += tuple(warning for warning in found if warning not in self.warnings)
 
+    def _guest(self) -> Guest | str:
+        if self.look is None:
+            return "it was opened for another backend"
+        return admit(self.content, self.index, self.look)
+
     def _wanted(self, parts: PartAssembly) -> list[tuple[int, int]]:
         return [(place, int(self.indices[place])) for place in parts.missing()]
 
@@ -157,7 +185,14 @@ class OpenVideo:
         warning = f"{self.index.num_frames} frames were counted, {num_frames} decode; sampled over those"
         cut = self.index.cut_to(num_frames, warning)
         return OpenVideo(
-            self.content, cut, self.budget, self.limits, self.backend, self.frame_size, self.num_changes + 1
+            self.content,
+            cut,
+            self.budget,
+            self.limits,
+            self.backend,
+            self.frame_size,
+            self.look,
+            num_changes=self.num_changes + 1,
         )
 
     def _parts_at_once(self, patches_per_part: int | None, raw: bool) -> int:
@@ -186,8 +221,10 @@ def open_video(
         return _open_animation(content, budget, limits, backend, check_deadline)
     index = read_index(content, limits, check_deadline)
     # The first frame decides on the size: it is upright, which the container's own size is not.
-    pixels = upright_rgb(_first_frame(content, limits, check_deadline))
-    return OpenVideo(content, index, budget, limits, backend, (pixels.shape[0], pixels.shape[1]))
+    frame = _first_frame(content, limits, check_deadline)
+    pixels = upright_rgb(frame)
+    look = None if backend == "pyav" else FirstLook.of(frame)
+    return OpenVideo(content, index, budget, limits, backend, (pixels.shape[0], pixels.shape[1]), look)
 
 
 def _open_animation(

@@ -61,11 +61,16 @@ def check_length(num_frames: int, duration_s: float, limits: DecodeLimits) -> No
 def upright_rgb(frame: Any) -> NDArray[np.uint8]:
     """[H, W, 3] as it is shown: turned by the display matrix, over white where it is transparent."""
     # One thread: the scaler would start as many as there are cores, beside decoders that have their own.
-    if any(component.is_alpha for component in frame.format.components):
+    if has_alpha(frame):
         pixels = over_white(frame.to_ndarray(format="rgba", threads=1))
     else:
         pixels = frame.to_ndarray(format="rgb24", threads=1)
-    return _apply_display_matrix(pixels, _display_matrix(frame))
+    return _apply_display_matrix(pixels, display_matrix(frame))
+
+
+def has_alpha(frame: Any) -> bool:
+    """Whether its pixels may be transparent."""
+    return any(component.is_alpha for component in frame.format.components)
 
 
 def over_white(rgba: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -74,7 +79,7 @@ def over_white(rgba: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return ((colour * alpha + 255 * (255 - alpha) + 127) // 255).astype(np.uint8)
 
 
-def _display_matrix(frame: Any) -> tuple[int, int, int, int]:
+def display_matrix(frame: Any) -> tuple[int, int, int, int]:
     """(a, b, c, d) of the container's transform x' = a x + c y, y' = b x + d y, in 16.16 fixed point."""
     try:
         side_data = frame.side_data.get("DISPLAYMATRIX")

@@ -23,12 +23,11 @@ from preprocess import (
     ProcessorConfig,
 )
 from preprocess.audio import decode_audio
-from preprocess.config import VideoBackend, VideoBudget
+from preprocess.config import VideoBudget
 from preprocess.crew import NO_CREW
 from preprocess.patchify import PatchWriter
 from preprocess.types import MediaPart, Patches, Pixels
 from preprocess.video import OpenVideo, VideoChanged, VideoIndex, open_video, read_index, scan
-from preprocess.video.decord import decode_with_decord
 from tests.fakes.clips import (
     grey_of_frame,
     index_first,
@@ -56,14 +55,11 @@ def index_of(content: bytes) -> VideoIndex:
     return read_index(content, LIMITS, go_on)
 
 
-def frames_of(content: bytes, numbers: list[int], backend: VideoBackend = "pyav") -> list[NDArray[np.uint8]]:
+def frames_of(content: bytes, numbers: list[int]) -> list[NDArray[np.uint8]]:
     """The frames with these numbers, whole."""
     found: dict[int, NDArray[np.uint8]] = {}
     wanted = list(enumerate(numbers))
-    if backend == "decord":
-        decode_with_decord(content, wanted, found.__setitem__, num_threads=1, check_deadline=go_on)
-    else:
-        scan(content, index_of(content), wanted, found.__setitem__, limits=LIMITS, num_threads=1, check_deadline=go_on)
+    scan(content, index_of(content), wanted, found.__setitem__, limits=LIMITS, num_threads=1, check_deadline=go_on)
     return [found[place] for place in range(len(numbers))]
 
 
@@ -94,11 +90,10 @@ def sample_video(
     *,
     budget: VideoBudget,
     limits: DecodeLimits,
-    backend: VideoBackend = "pyav",
     check_deadline: Callable[[], None] = go_on,
 ) -> Sampled:
     """Opens and decodes into one part, again if damage asks for it."""
-    video = open_video(content, budget=budget, limits=limits, backend=backend, check_deadline=check_deadline)
+    video = open_video(content, budget=budget, limits=limits, backend="pyav", check_deadline=check_deadline)
     while True:
         parts: list[MediaPart] = []
         try:
@@ -135,13 +130,6 @@ def test_frames_are_found_by_index(container: str, codec: str) -> None:
     np.testing.assert_allclose(greys(content, indices), [grey_of_frame(index) for index in indices], atol=3)
 
 
-@pytest.mark.parametrize("num_frames", [10, 37])
-def test_decord_gives_the_same_frames(num_frames: int) -> None:
-    content = make_video(num_frames)
-    for left, right in zip(frames_of(content, [0, 4, 9]), frames_of(content, [0, 4, 9], "decord"), strict=True):
-        np.testing.assert_array_equal(left, right)
-
-
 def test_sampled_patches_equal_frame_by_frame_arithmetic(budget: VideoBudget) -> None:
     content = make_video(37, corner=True)
     sampled = sample_video(content, budget=budget, limits=LIMITS)
@@ -153,14 +141,6 @@ def test_sampled_patches_equal_frame_by_frame_arithmetic(budget: VideoBudget) ->
     writer.put(0, frames[2])
     writer.put(1, frames[3])
     np.testing.assert_array_equal(sampled.patches.pixel_values[48:96], writer.patches().pixel_values)
-
-
-def test_both_backends_sample_alike(budget: VideoBudget) -> None:
-    content = make_video(25)
-    ours = sample_video(content, budget=budget, limits=LIMITS)
-    theirs = sample_video(content, budget=budget, limits=LIMITS, backend="decord")
-    assert ours.indices == theirs.indices
-    np.testing.assert_array_equal(ours.patches.pixel_values, theirs.patches.pixel_values)
 
 
 @pytest.mark.parametrize(
