@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
+from preprocess.errors import MediaUnsupported
 from preprocess.types import Modality
-from tests.fakes.media.case import Cartoon, Case, Clip, Expectation, Mark
+from tests.fakes.media.barcode import barcode_picture
+from tests.fakes.media.case import Cartoon, Case, Clip, Expectation, Mark, Refusal
 from tests.fakes.media.images import BLUE, GREEN, RED, WHITE, YELLOW, apng, gif, quarters, saved, webp_animation
-from tests.fakes.media.video_cases import evenly
+from tests.fakes.media.video_cases import by_time, evenly
 from tests.fakes.media.videos import clip, clip_of_pictures
 
 
@@ -64,11 +68,10 @@ def _cases() -> Iterator[Case]:
     ]
     yield _video("disposal.apng.png", partial(apng, (width, height), places, hidden=False), expect)
     yield _video("hidden-default-as-video.apng.png", partial(apng, (width, height), places, hidden=True), expect)
-    still = expect.frames[0]
-    webp = Cartoon(
-        width, height, (still, ((*left, GREEN), (*right, RED)), ((*left, WHITE), (*right, BLUE))), (0.0, 0.1, 0.2)
-    )
-    drawn = [(0, 0, 2, red), (4, 4, 3, _rgba(GREEN, 24, 24)), (36, 4, 2, _rgba(BLUE, 24, 24))]
+    # Nothing is put back here, so the blue stays.
+    shown = (*expect.frames[:3], expect.frames[2])
+    webp = Cartoon(width, height, shown, expect.times_s)
+    drawn = [(0, 0, 2, red), (4, 4, 3, _rgba(GREEN, 24, 24)), (36, 4, 2, _rgba(BLUE, 24, 24)), (0, 0, 0, clear)]
     yield _video("disposal.webp", partial(webp_animation, (width, height), drawn), webp)
     zero = partial(gif, (width, height), palette, frames, transparent=0, delay_cs=0)
     yield _video("zero-delay.gif", zero, expect)
@@ -80,6 +83,16 @@ def _cases() -> Iterator[Case]:
     yield _video("numbered.gif", numbered, _numbered(60))
     numbered = partial(clip, range(20), codec="apng", container="apng", pixel_format="rgb24")
     yield _video("numbered.apng", numbered, _numbered(30))
+    for kind, options in (("WEBP", {"lossless": True}), ("GIF", {"disposal": 1})):
+        extension = kind.lower()
+        yield _video(f"pillow.{extension}", partial(_saved_all, kind, [100] * 20, options), _numbered(40))
+        delays_ms = [100] * 6 + [2000] + [100] * 5
+        times_s = [sum(delays_ms[:at]) / 1000 for at in range(len(delays_ms))]
+        uneven = Clip(160, 96, **by_time(times_s), colour_tolerance=40)
+        yield _video(f"pillow-uneven.{extension}", partial(_saved_all, kind, delays_ms, options), uneven)
+    # Not decoded as video, and refused by name.
+    sequence = partial(_saved_all, "AVIF", [100] * 4, {})
+    yield _video("pillow.avif", sequence, Refusal(MediaUnsupported, "expected a video, found AVIF"))
     one = partial(gif, (width, height), (RED, YELLOW), [(0, 0, 0, np.ones((height, width), np.uint8))])
     yield _video("still.gif", one, Cartoon(width, height, (_middle(YELLOW),), (0.0,)))
     slow = [(0, 0, 0, np.full((height, width), colour, np.uint8)) for colour in (0, 1)]
@@ -88,6 +101,11 @@ def _cases() -> Iterator[Case]:
         partial(gif, (width, height), (RED, YELLOW), slow, delay_cs=200),
         Cartoon(width, height, (_middle(RED), _middle(YELLOW)), (0.0, 2.0)),
     )
+
+
+def _saved_all(kind: str, delays_ms: list[int], options: dict[str, Any]) -> bytes:
+    stills = [Image.fromarray(barcode_picture(number)) for number in range(len(delays_ms))]
+    return saved(stills[0], kind, save_all=True, append_images=stills[1:], duration=delays_ms, **options)
 
 
 def _left_half() -> NDArray[np.uint8]:
