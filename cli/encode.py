@@ -15,7 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cli.load import ConfigError, resolve_model
 from cli.media_files import MediaFileError, expand_paths
-from preprocess.errors import MediaError
+from encoder.config import EncoderConfig
+from preprocess.config import VideoBackend, check_video_backend
+from preprocess.errors import BackendUnavailable, MediaError
 from preprocess.types import OPTIONS_OF, Detail, MediaKey, MediaLayout, MediaOptions, Modality
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ def encode(
     use_audio: Annotated[
         bool | None, typer.Option(help="Require, or leave out, the sound of a video; by default it is used if there.")
     ] = None,
+    video_backend: Annotated[VideoBackend, typer.Option(help="What decodes videos.")] = "pyav",
     threads: Annotated[int | None, typer.Option(help="CPU threads of the tower.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per file on standard output.")] = False,
 ) -> None:
@@ -82,6 +85,7 @@ def encode(
             detail=detail,
             use_audio=use_audio,
         )
+        check_video_backend(video_backend)
     except (MediaFileError, ValueError) as error:
         raise ConfigError(str(error)) from error
     if threads is not None and threads < 1:
@@ -90,7 +94,7 @@ def encode(
     _check_options(options, {modality for _, modality in inputs})
     target = out or Path(f"{files[0].name}.safetensors" if len(inputs) == 1 else "embeddings.safetensors")
     _check_target(target, [path for path, _ in inputs])
-    _run(inputs, options, target, model=model, threads=threads, as_json=as_json)
+    _run(inputs, options, target, model=model, video_backend=video_backend, threads=threads, as_json=as_json)
 
 
 def _run(
@@ -99,6 +103,7 @@ def _run(
     target: Path,
     *,
     model: str,
+    video_backend: VideoBackend,
     threads: int | None,
     as_json: bool,
 ) -> None:
@@ -107,7 +112,10 @@ def _run(
     from encoder import LocalEncoder
 
     started_s = time.monotonic()
-    encoder = LocalEncoder(model_dir, threads=threads)
+    try:
+        encoder = LocalEncoder(model_dir, EncoderConfig(video_backend=video_backend), threads=threads)
+    except BackendUnavailable as error:
+        raise ConfigError(str(error)) from error
     done = _encode_all(encoder, inputs, options, quiet=as_json)
     if done.tensors:
         _write(target, done.tensors, {name: json.dumps({"model": model_name} | e) for name, e in done.metadata.items()})

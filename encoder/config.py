@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from encoder.config_ranges import AUDIO_RANGES, TOKENIZER_RANGES, VISION_RANGES, SectionKeys
-from preprocess.config import DecodeSettings, Isolation
+from preprocess.config import DecodeSettings, Isolation, VideoBackend, check_video_backend
 
 SinkForm = Literal["key0", "denominator"]
 MergerNorm = Literal["layernorm", "rmsnorm"]
@@ -225,6 +225,8 @@ class EncoderConfig:
     decode_threads: int = 2
     isolation: Isolation = "threads"
     video_threads: int | None = None
+    # What decodes videos. Part of what an embedding of a video is: frames are the same, their pixels not to the bit.
+    video_backend: VideoBackend = "pyav"
     max_item_s: float = 900.0
     max_worker_bytes: int = 4 * 2**30
     max_worker_items: int = 1000
@@ -265,6 +267,7 @@ class EncoderConfig:
             raise _refuse("page_bytes", self.page_bytes, "a multiple of 64")
         if self.arena_bytes < self.page_bytes:
             raise _refuse("arena_bytes", self.arena_bytes, f"at least page_bytes, {self.page_bytes}")
+        check_video_backend(self.video_backend)
         # Refuses what it does not allow.
         _ = self.decode_settings
 

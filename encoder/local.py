@@ -23,6 +23,7 @@ from preprocess.errors import MediaUnsupported
 from preprocess.keys import media_key
 from preprocess.pool import DecodePool
 from preprocess.types import MediaKey, MediaLayout, MediaOptions, Modality
+from preprocess.video.backends import load_video_backend
 
 # Nobody waits at the other end: a film may take as long as it takes.
 _MAX_ITEM_S: Final = 7 * 24 * 3600.0
@@ -36,10 +37,13 @@ class LocalEncoder:
     """
 
     def __init__(self, model_dir: Path, config: EncoderConfig | None = None, *, threads: int | None = None) -> None:
-        """Raises CheckpointError or ValueError for a directory that is not a checkpoint with towers."""
+        """Raises CheckpointError or ValueError for a directory that is not a checkpoint with towers, or
+        BackendUnavailable."""
         config = replace(config or EncoderConfig(), max_item_s=_MAX_ITEM_S)
         config = config if threads is None else replace(config, tower_threads=threads)
-        self._processor = ProcessorConfig.from_hf(json.loads((model_dir / "config.json").read_text()))
+        processor = ProcessorConfig.from_hf(json.loads((model_dir / "config.json").read_text()))
+        self._processor = replace(processor, video_backend=config.video_backend)
+        load_video_backend(config.video_backend)
         self._fingerprint = checkpoint_fingerprint(model_dir)
         self._runner = TowerRunner.load(model_dir, config)
         plant = _Plant(config, self._runner, self._processor)

@@ -8,6 +8,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import uvloop
@@ -26,6 +27,7 @@ from encoder.server import EncoderServer, Replica
 from preprocess.config import ProcessorConfig
 from preprocess.errors import DecoderUnavailable
 from preprocess.pool import DecodePool
+from preprocess.video.backends import load_video_backend
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +42,12 @@ def open_server(config: EncoderConfig, *, model_dir: Path, name: str, arena: str
 
     The arena's name gets the incarnation as a suffix, so that a reader never takes a new process's segment for the old
     one; segments that dead processes left under `arena` are removed. Raises CheckpointError, ArenaUnavailable,
-    DecoderUnavailable where decoders cannot be isolated in processes.
+    DecoderUnavailable where decoders cannot be isolated in processes, BackendUnavailable.
     """
     incarnation = uuid.uuid4().hex[:12]
     processor = ProcessorConfig.from_hf(read_json_object(model_dir / "config.json"))
+    processor = replace(processor, video_backend=config.video_backend)
+    load_video_backend(config.video_backend)
     replica = Replica(name=name, incarnation=incarnation, fingerprint=checkpoint_fingerprint(model_dir))
     for stale in SHM_DIR.glob(f"{arena}.*"):
         stale.unlink(missing_ok=True)

@@ -192,6 +192,7 @@ class EncoderServer:
             ready=not self._draining,
             counters=self._all_counters(),
             page_bytes=self._config.page_bytes,
+            video_backend=self._processor.video_backend,
         )
 
     def _all_counters(self) -> dict[str, float]:

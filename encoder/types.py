@@ -5,6 +5,7 @@ Everything here is msgspec and plain Python: the gateway imports this module and
 
 import msgspec
 
+from preprocess.config import VideoBackend
 from preprocess.types import MediaKey, MediaLayout, MediaOptions, Modality
 
 
@@ -122,6 +123,8 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
     counters: dict[str, float] = {}
     page_bytes: int = 1
     """An embedding takes a multiple of this."""
+    video_backend: VideoBackend = "pyav"
+    """Part of the key of a video; see `preprocess.config.ProcessorConfig`."""
 
 
 ToEncoder = EncodeRequest | CancelEncode | ReleaseLeases | Ping | Goodbye

@@ -10,7 +10,7 @@ from typing import Final, Literal, TypeVar, get_args
 
 import msgspec
 
-from preprocess.errors import MediaInvalid
+from preprocess.errors import BackendUnavailable, MediaInvalid
 from preprocess.processor_keys import AudioResampler, ProcessorKeys
 from preprocess.ranges import shown_value
 from preprocess.types import (
@@ -286,11 +286,14 @@ class ProcessorConfig:
 
 
 def check_video_backend(backend: str) -> None:
-    """Raises ValueError for a backend that there is not, or whose library is not installed. Does not load it."""
+    """Raises ValueError for a backend that there is not, BackendUnavailable if its library is not installed.
+
+    Does not load it.
+    """
     if backend not in get_args(VideoBackend):
         raise ValueError(f"video_backend is {backend!r}, {_ALLOWED_BACKENDS}")
     if backend != "pyav" and importlib.util.find_spec(backend) is None:
-        raise ValueError(
+        raise BackendUnavailable(
             f"video_backend is {backend!r}, which is not installed; install {VIDEO_BACKEND_PACKAGES[backend]}, or "
             "choose 'pyav'"
         )

@@ -12,6 +12,7 @@
     `- DecoderUnavailable  503  no worker process could be started; says nothing about the medium
 
     OptionInvalid, a ValueError: an option that is wrong for any medium, found before there is one
+    BackendUnavailable, a ValueError: a setting asks for a library that does not work here
 
 Messages say what was found and what was allowed. Naming the request's part is the caller's business.
 """
@@ -53,6 +54,10 @@ class OptionInvalid(ValueError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
         self.field = field
+
+
+class BackendUnavailable(ValueError):
+    """A video backend that the settings ask for does not work here. Says why, and what to install."""
 
 
 class MediaForbidden(MediaError):

@@ -11,7 +11,7 @@ A fault of one part ends the request with that part's name. Retrying on another 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from encoder.errors import ArenaFull, EmbeddingTooLarge, EncoderError, EncoderUnavailable
@@ -181,6 +181,7 @@ class MediaStage:
             _check_options(part.source, processor)
             content = await self._fetcher.fetch(part.source, asker=asker)
             info = await self._encoder.info(self._patience_s())
+            processor = replace(processor, video_backend=info.video_backend)
             key = await _key(content, part.source, processor, info.fingerprint)
         except (MediaError, EncoderError) as error:
             option = error.field if isinstance(error, MediaInvalid) else None

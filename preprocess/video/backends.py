@@ -11,15 +11,11 @@ import numpy as np
 
 from preprocess.config import VIDEO_BACKEND_PACKAGES, DecodeLimits, ProcessorConfig, VideoBackend
 from preprocess.crew import NO_CREW
-from preprocess.errors import MediaError
+from preprocess.errors import BackendUnavailable, MediaError
 from preprocess.types import MediaOptions, MediaPart
 from preprocess.video.opened import open_video
 
 _SIZE: Final = 32
-
-
-class BackendUnavailable(ValueError):
-    """A video backend that was asked for does not work here. Says why, and what to install."""
 
 
 def load_video_backend(backend: VideoBackend) -> None:
