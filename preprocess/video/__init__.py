@@ -3,7 +3,7 @@
     index     one pass over the packets, no decoding
     opened    which frames, which size; the way of decoding
     plan      which packets are needed, cut into tasks (pure); `bitstream` proves where decoding can start
-    planned   several decoders at work on the tasks
+    planned   several decoders at work on the tasks; `references` tells which pictures of H.264 they can leave out
     scan      frames by decoding from the start, where no plan can be trusted
     animation frames of an animated WebP
     parts     frames to parts, with back pressure

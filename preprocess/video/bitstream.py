@@ -49,7 +49,8 @@ class BitstreamReader:
 
     def __init__(self, codec: str, extradata: bytes) -> None:
         self._codec = codec
-        self._length_bytes = _length_bytes(codec, extradata)
+        self.length_bytes = _length_bytes(codec, extradata)
+        """Size of the length before each NAL unit; 0 where start codes part them instead."""
         self.reads_every_packet = codec in ("hevc", "vp8")
         """Otherwise only the packets that the container marks as starts need reading."""
 
@@ -72,7 +73,7 @@ class BitstreamReader:
 
     def _starts_h264(self, packet: Buffer) -> bool:
         recovers = False
-        for nal in self._nals(packet):
+        for nal in self.nals(packet):
             kind = nal[0] & 31
             if kind == 6:
                 recovers = recovers or _promises_recovery(nal[1:])
@@ -81,7 +82,7 @@ class BitstreamReader:
         return False
 
     def _hevc(self, packet: Buffer) -> Facts:
-        for nal in self._nals(packet):
+        for nal in self.nals(packet):
             kind = nal[0] >> 1 & 63
             is_base_layer = len(nal) > 1 and not nal[0] & 1 and nal[1] >> 3 == 0
             if kind < _HEVC_VCL_END and is_base_layer:
@@ -90,14 +91,14 @@ class BitstreamReader:
                 return Facts(kind in _HEVC_IRAP, layer=(nal[1] & 7) - 1, may_be_left_out=droppable)
         return Facts(is_start=False)
 
-    def _nals(self, packet: Buffer) -> Iterator[Buffer]:
+    def nals(self, packet: Buffer) -> Iterator[Buffer]:
         """The NAL units of a packet that have at least their header."""
-        if not self._length_bytes:
+        if not self.length_bytes:
             yield from _nals_between_start_codes(bytes(packet))
             return
         at = 0
-        while at + self._length_bytes < len(packet):
-            start = at + self._length_bytes
+        while at + self.length_bytes < len(packet):
+            start = at + self.length_bytes
             at = start + int.from_bytes(packet[at:start], "big")
             if at > len(packet) or at == start:
                 return

@@ -8,10 +8,11 @@ pictures out, and if that does not help, Unproven goes to the caller, who scans.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, Final, Self
 
+import av
 import av.error
 
 from preprocess.config import DecodeLimits
@@ -20,6 +21,7 @@ from preprocess.crew import Crew, Teamwork
 from preprocess.video.index import VideoIndex
 from preprocess.video.parts import Stopped
 from preprocess.video.plan import NotPlannable, Run, Target, Task, plan
+from preprocess.video.references import Shortcut
 from preprocess.video.scan import MAX_CODEC_THREADS, Emit
 from preprocess.video.stream import check_frame_size, pick_video_stream, upright_rgb
 
@@ -27,6 +29,8 @@ from preprocess.video.stream import check_frame_size, pick_video_stream, upright
 _MAX_GAP: Final = 8
 # A seek may land earlier than asked, at an earlier entry of the container's table, but not endlessly so.
 _MAX_EARLY: Final = 250
+# Packets of a run that are held to find out which of them matter; no more, for a file may be a single run.
+_MAX_LOOKAHEAD: Final = 1000
 
 
 class Unproven(Exception):
@@ -106,6 +110,9 @@ class _Decoder:
         if num_codec_threads > 1:
             self._stream.thread_type = "AUTO"
         self._codec.thread_count = min(num_codec_threads, MAX_CODEC_THREADS)
+        self._shortcut: Shortcut | None = None
+        if index.may_skip and self._codec.codec.name == "h264":
+            self._shortcut = Shortcut(bytes(self._codec.extradata or b""))
         self._packets: Iterator[Any] = iter(())
         self._next: int | None = None
         """The packet that `_packets` gives next; None where that is not known."""
@@ -148,13 +155,20 @@ class _Decoder:
 
     def _frames(self, run: Run, targets: set[int], skip: bool) -> Generator[Any, None, None]:
         """All frames that the run's packets give, with the decoder as new before and after."""
+        packets: Iterable[tuple[int, Any]] = self._run_packets(run)
+        stand_ins: dict[int, bytes] = {}
+        if skip and self._shortcut is not None and run.num_packets <= _MAX_LOOKAHEAD:
+            packets = list(packets)
+            stand_ins = self._shortcut.stand_ins(packets, targets)
+        not_these = {int(self._index.pts[number]) for number in stand_ins}
         try:
-            for number, packet in self._run_packets(run):
-                wanted_mode = "NONREF" if skip and number not in targets else "DEFAULT"
-                if self._codec.skip_frame != wanted_mode:
-                    self._codec.skip_frame = wanted_mode
-                yield from self._codec.decode(packet)
-            yield from self._codec.decode(None)
+            for number, packet in packets:
+                mode = "NONREF" if skip and number not in targets and number not in stand_ins else "DEFAULT"
+                if self._codec.skip_frame != mode:
+                    self._codec.skip_frame = mode
+                fed = packet if number not in stand_ins else _with_content(packet, stand_ins[number])
+                yield from (frame for frame in self._codec.decode(fed) if frame.pts not in not_these)
+            yield from (frame for frame in self._codec.decode(None) if frame.pts not in not_these)
         except av.error.FFmpegError as error:
             raise Unproven("a packet does not decode") from error
         finally:
@@ -203,3 +217,10 @@ class _Decoder:
         if number is None or packet.size != self._index.size_bytes[number]:
             return None
         return number
+
+
+def _with_content(packet: Any, content: bytes) -> Any:
+    """Another packet in the place of this one."""
+    other: Any = av.Packet(content)
+    other.pts, other.dts, other.time_base = packet.pts, packet.dts, packet.time_base
+    return other
