@@ -153,6 +153,8 @@ class _Nursery:
                 os.close(pidfd)
             confine(self._settings, nursery_pid)
             _Worker(connection, self._settings).run()
+        except BaseException:  # noqa: BLE001 - the outermost frame of a process
+            traceback.print_exc()
         finally:
             os._exit(_EXIT_BROKE)
 
@@ -171,11 +173,9 @@ def confine(settings: DecodeSettings, nursery_pid: int) -> None:
     if os.getppid() != nursery_pid:
         os._exit(0)
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    # Codecs print what hostile files make them say; a crash is still told with the stack of Python it came from.
-    told = os.dup(2)
+    # Codecs print what hostile files make them say.
     with open(os.devnull, "w") as silence:
         os.dup2(silence.fileno(), 2)
-    faulthandler.enable(file=told)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Of private memory: address space that is only reserved and shared memory do not count, stacks of threads do. The
     # pool watches the ceiling itself; this wall above it stops what grows faster than the pool looks.
@@ -215,10 +215,13 @@ class _Worker:
         self._announced = False
         self._writer = Writer(max_bytes=settings.max_worker_bytes)
         self._first_rss_bytes = _private_bytes("RssAnon:")
+        # Where Python writes its stack should a library crash; the pool holds it too.
+        self._last_words = os.memfd_create("mimo-last-words", os.MFD_CLOEXEC)
 
     def run(self) -> NoReturn:
+        faulthandler.enable(file=self._last_words, all_threads=False)
         threading.Thread(target=self._listen, name="listener", daemon=True).start()
-        self._rest()
+        self._channel.send(Ready(rss_bytes=self._first_rss_bytes), self._last_words)
         while True:
             command, fd = self._commands.get()
             try:

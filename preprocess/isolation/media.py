@@ -223,7 +223,7 @@ class IsolatedMedia:
 
     def _report_death(self, worker: Worker) -> NoReturn:
         status = self._nursery.exit_status(worker)
-        reason = describe_exit(status)
+        reason = f"{describe_exit(status)}\n{worker.last_words()}".strip()
         logger.warning("decode worker %d died at work: %s", worker.number, reason)
         if status == -signal.SIGKILL:
             self._lose(worker, "out_of_memory")

@@ -49,6 +49,7 @@ _SETTLING_S: Final = 5.0
 """For an idle worker to free its last medium, and for a newborn one to say its first word."""
 _FAREWELL_S: Final = 2.0
 """To hear from the nursery how a worker ended."""
+_LAST_WORDS_BYTES: Final = 16 * 1024
 _FIRST_PAUSE_S: Final = 0.25
 _MAX_PAUSE_S: Final = 30.0
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
@@ -71,8 +72,24 @@ class Worker:
         self._channel = channel
         self._reader = Reader(max_spare_bytes=max_spare_bytes)
         self._pidfd = pidfd
+        self._last_words: int | None = None
         self._closing = threading.Lock()
         self._closed = False
+
+    def settle(self, ready: Ready) -> None:
+        """Notes that the worker is idle. Raises Hangup."""
+        self.ready = True
+        self.rss_bytes = ready.rss_bytes
+        if self.num_items == 0:
+            self.first_rss_bytes = ready.rss_bytes
+            self._last_words = self._channel.take_fd()
+
+    def last_words(self) -> str:
+        """Python's stack at the crash, innermost first, if there is one."""
+        if self._last_words is None:
+            return ""
+        text = os.pread(self._last_words, _LAST_WORDS_BYTES, 0).decode(errors="replace")
+        return text.partition("Extension modules:")[0].strip()
 
     def send(self, message: msgspec.Struct, fd: int | None = None) -> None:
         """Raises Hangup."""
@@ -142,6 +159,8 @@ class Worker:
                 self._channel.close()
                 self._reader.close()
                 os.close(self._pidfd)
+                if self._last_words is not None:
+                    os.close(self._last_words)
 
 
 class Nursery:
@@ -249,6 +268,8 @@ class Nursery:
             while not isinstance(message, Ready) and time.monotonic() < stop_s:
                 message = worker.receive(_WATCH_PERIOD_S)
                 watch.check()
+            if isinstance(message, Ready):
+                worker.settle(message)
         except Hangup:
             message = None
         except MediaError:
@@ -259,10 +280,7 @@ class Nursery:
             worker.kill()
             self._mourn(worker)
             return False
-        worker.ready = True
-        worker.rss_bytes = message.rss_bytes
         if worker.num_items == 0:
-            worker.first_rss_bytes = message.rss_bytes
             self._num_failures = 0
             return True
         grown = worker.rss_bytes - worker.first_rss_bytes > self.settings.max_worker_growth_bytes

@@ -3,7 +3,8 @@
     pool -> nursery    Fork (+ the new worker's socket)
     nursery -> pool    Born (+ a pidfd), Gone
     pool -> worker     Open (+ the content), Decode, Taken, GiveBack, Discard
-    worker -> pool     Ready, Opened (+ sound), Part (+ pictures), Decoded, Changed (+ sound), Refused, Broke
+    worker -> pool     Ready (+ last words), Opened (+ sound), Part (+ pictures), Changed (+ sound), Decoded, Refused,
+                       Broke
 
 Large things travel in shared memory (`preprocess.isolation.shared_arrays`), nothing is pickled, and what a worker sends
 is checked: it has handled hostile files.
@@ -89,7 +90,7 @@ class Discard(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """Idle: nothing is open. `rss_bytes` is private memory held."""
+    """Idle: nothing is open. `rss_bytes` is private memory held. With the first comes a file for last words."""
 
     rss_bytes: int
 
