@@ -183,6 +183,10 @@ def test_a_wav_of_big_endian_numbers() -> None:
     np.testing.assert_allclose(waveform.samples.T, samples, atol=1e-4)
     with pytest.raises(MediaUndecodable, match="truncated audio"):
         decode_audio(rifx(samples, 44_100)[:5000], LIMITS)
+    # Refused rather than played as noise.
+    unsized = rifx(samples, 44_100)[:40] + bytes(4) + rifx(samples, 44_100)[44:]
+    with pytest.raises(MediaUndecodable, match="no decodable audio"):
+        decode_audio(unsized, LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -476,3 +480,17 @@ def test_the_resampler_is_a_setting_and_part_of_the_key(golden: dict[str, Any]) 
     assert np.abs(mels[0] - mels[2]).max() > 0.01
     with pytest.raises(ValueError, match=r"processor_config\.audio_resampler is 'best', allowed is"):
         config(audio_resampler="best")
+
+
+@pytest.mark.parametrize("milliseconds", [1, 333, 500, 1000])
+@pytest.mark.parametrize("codec", ["aac", "libopus", "flac"])
+def test_an_mp4_that_is_cut_by_its_edit_list(milliseconds: int, codec: str) -> None:
+    """Editors leave the packets as they are and tell the player where to stop, in milliseconds here."""
+    content = bytearray(encoded(song(48_000, 2), 48_000, "mp4", codec))
+    at = content.index(b"elst") + 12
+    content[at : at + 4] = struct.pack(">I", milliseconds)
+    waveform, warnings = decode_audio(bytes(content), LIMITS)
+    assert warnings == ()
+    assert 0 <= waveform.samples.shape[1] - 48 * milliseconds <= 48
+    whole, _ = decode_audio(encoded(song(48_000, 2), 48_000, "mp4", codec), LIMITS)
+    np.testing.assert_allclose(waveform.samples, whole.samples[:, : waveform.samples.shape[1]], atol=1e-6)
