@@ -1,4 +1,7 @@
-"""Every container and codec: duration to the sample where the format declares it, pitch, level, channels, no delay."""
+"""Every container and codec: duration to the sample where the format declares it, pitch, level, channels, no delay.
+
+Long, because all of it is one list of kinds of file and shares their writers.
+"""
 
 from __future__ import annotations
 
