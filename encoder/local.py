@@ -1,7 +1,6 @@
 """Encoding without a server: the same passage through the same decoders and the same runner, hence the same bytes."""
 
 import asyncio
-import json
 import threading
 import time
 import weakref
@@ -12,6 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from encoder.checkpoint import read_json_object
 from encoder.config import EncoderConfig
 from encoder.errors import TowerFailed
 from encoder.fingerprint import checkpoint_fingerprint
@@ -41,7 +41,7 @@ class LocalEncoder:
         BackendUnavailable."""
         config = replace(config or EncoderConfig(), max_item_s=_MAX_ITEM_S)
         config = config if threads is None else replace(config, tower_threads=threads)
-        processor = ProcessorConfig.from_hf(json.loads((model_dir / "config.json").read_text()))
+        processor = ProcessorConfig.from_hf(read_json_object(model_dir / "config.json"))
         self._processor = replace(processor, video_backend=config.video_backend)
         load_video_backend(config.video_backend)
         self._fingerprint = checkpoint_fingerprint(model_dir)
@@ -56,7 +56,8 @@ class LocalEncoder:
     ) -> tuple[MediaLayout, NDArray[np.float32], MediaKey]:
         """Layout, rows `[num_rows, width]` (bfloat16 towers widened, which is exact) and key of one medium.
 
-        Memory is the rows and a few parts, however long a video is. Raises MediaError for bad media, TowerFailed.
+        Memory is the rows and a few parts, however long a video is. Raises MediaError for bad media, TowerFailed;
+        CancelledError of concurrent.futures when the encoder is closed meanwhile.
         """
         options = options or MediaOptions()
         if modality not in self._runner.modalities:
@@ -121,6 +122,9 @@ class _Plant:
             raw=config.sends_pixels,
             clock=time.monotonic,
         )
+        self._ordering = threading.Lock()
+        """What is begun is begun before the end."""
+        self._closed = False
         self._loop = asyncio.new_event_loop()
         self._passing: set[asyncio.Task[Arrival[_Buffer]]] = set()
         self._batches: asyncio.Task[None] | None = None
@@ -128,8 +132,12 @@ class _Plant:
         self._thread.start()
 
     def run(self, passage: Passage[_Buffer]) -> Arrival[_Buffer]:
-        """From any thread. Raises MediaError, TowerFailed."""
-        return asyncio.run_coroutine_threadsafe(self._run(passage), self._loop).result()
+        """From any thread. Raises MediaError, TowerFailed; CancelledError when it is closed meanwhile."""
+        with self._ordering:
+            if self._closed:
+                raise RuntimeError("the encoder is closed")
+            passing = asyncio.run_coroutine_threadsafe(self._run(passage), self._loop)
+        return passing.result()
 
     async def _run(self, passage: Passage[_Buffer]) -> Arrival[_Buffer]:
         if self._batches is None:
@@ -148,6 +156,8 @@ class _Plant:
 
     def close(self) -> None:
         """Gives up what is under way and ends all threads."""
+        with self._ordering:
+            self._closed = True
         asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

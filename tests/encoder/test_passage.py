@@ -1,0 +1,464 @@
+"""Media in parts: the bytes of the whole, the tower at work before decoding ends, nothing left of what ends early."""
+
+import asyncio
+import io
+import json
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from encoder import passage as passage_module
+from encoder import runner as runner_module
+from encoder import tower_queue as queue_module
+from encoder.client import ArenaReader
+from encoder.config import EncoderConfig
+from encoder.local import LocalEncoder
+from encoder.runner import MediumRows, TowerJob, TowerRunner
+from encoder.types import CancelEncode, EncodeFailure, EncodeReply
+from preprocess.config import Isolation, ProcessorConfig
+from preprocess.errors import MediaError, MediaUndecodable
+from preprocess.pipeline import LayoutChanged, OpenMedia, prepare
+from preprocess.types import MediaKey, MediaOptions, MediaPart, Modality, Patches
+from tests.fakes.clips import index_first, make_video, sine
+from tests.fakes.encoder_peer import CONFIG, Opener, Peer, until
+
+# A pair of frames is 48 patches or 12 rows: parts of two pairs, eight of them.
+SMALL_PASS = 100
+NUM_PARTS = 8
+Put = Callable[[MediaPart], None]
+
+
+@pytest.fixture(scope="module")
+def clip() -> bytes:
+    """Thirty sampled frames and their sound."""
+    return make_video(300, size=(96, 128), corner=True, gop=25, sound=sine(25.0, tone_hz=600)[:, 0])
+
+
+@pytest.fixture(scope="module")
+def damaged() -> bytes:
+    """Half of its frames are counted and do not decode, which is found while decoding."""
+    whole = index_first(make_video(300, size=(96, 128), corner=True, gop=300))
+    middle = len(whole) // 2
+    return whole[:middle] + np.random.RandomState(0).bytes(len(whole) - middle)
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (runner_module, passage_module):
+        monkeypatch.setattr(module, "PASS_PATCHES", SMALL_PASS)
+
+
+@pytest.fixture
+def whole_rows(tiny_model_dir: Path, small_parts: None) -> Iterator[Callable[[bytes, Modality], tuple[bytes, Any]]]:
+    """Rows of a medium that was decoded in one piece and encoded as one part."""
+    runner = TowerRunner.load(tiny_model_dir, EncoderConfig())
+    processor = ProcessorConfig.from_hf(runner_config(tiny_model_dir))
+
+    def rows_of(content: bytes, modality: Modality) -> tuple[bytes, Any]:
+        media = prepare(content, modality=modality, options=MediaOptions(), config=processor, key=MediaKey("k"))
+        rows = MediumRows(MediaKey("k"), media.layout, memoryview(bytearray(media.layout.num_rows * runner.row_bytes)))
+        jobs = [] if media.patches is None else [TowerJob.of_part(rows, MediaPart(0, media.patches))]
+        jobs += [] if media.mel is None else [TowerJob.of_sound(rows, media.mel)]
+        assert runner.run_sync(jobs) == [None] * len(jobs)
+        return bytes(rows.destination), media
+
+    yield rows_of
+    runner.close()
+
+
+def runner_config(model_dir: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((model_dir / "config.json").read_text())
+    return config
+
+
+class Tower:
+    """Counts the vision tower's passes, and holds them while it is closed."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.num_passes = 0
+        self.ran = threading.Event()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fail_at: int | None = None
+        tower = peer.server._runner._towers.vision
+        assert tower is not None
+        tower.register_forward_pre_hook(self._enter)
+        tower.register_forward_hook(self._leave)
+
+    def _enter(self, *_: Any) -> None:
+        assert self.gate.wait(20)
+        if self.num_passes == self.fail_at:
+            raise RuntimeError("out of memory, say")
+
+    def _leave(self, *_: Any) -> None:
+        self.num_passes += 1
+        self.ran.set()
+
+
+@asynccontextmanager
+async def nothing_left(peer: Peer) -> AsyncIterator[None]:
+    """At the end no room is reserved, no decoder is at work, none is held, and another clip goes through."""
+    yield
+    server = peer.server
+    await until(lambda: not server._flying)
+    await until(lambda: not server._pool.num_stuck and not server._pool.num_pending)
+    usage = server._store.usage()
+    assert usage.reserved_bytes == 0
+    server._store.check()
+    queue = server._tower
+    assert (len(queue._batcher), queue._waiting_bytes) == (0, 0)
+    works = server._works
+    for semaphore in (works.decoders, server._pool._places):
+        assert semaphore._value == CONFIG.decode_threads
+    other = make_video(50, size=(96, 128))
+    assert isinstance(await peer.encode(other, modality=Modality.VIDEO), EncodeReply)
+
+
+def decode_like(monkeypatch: pytest.MonkeyPatch, around: Callable[[Callable[[Put], None], Put], None]) -> None:
+    """Has `around(decode, put)` decode the pictures of every medium."""
+    decode = OpenMedia.decode
+
+    def changed(self: OpenMedia, put: Put, **settings: Any) -> None:
+        around(lambda put: decode(self, put, **settings), put)
+
+    monkeypatch.setattr(OpenMedia, "decode", changed)
+
+
+def read(reply: object) -> bytes:
+    assert isinstance(reply, EncodeReply), reply
+    return bytes(ArenaReader().content(reply.ref))
+
+
+@pytest.mark.parametrize("changes", [{}, {"isolation": "processes", "preprocess": "tower"}])
+async def test_parts_give_the_bytes_of_the_whole(
+    open_peer: Opener,
+    whole_rows: Callable[[bytes, Modality], tuple[bytes, Any]],
+    clip: bytes,
+    damaged: bytes,
+    make_png: Callable[..., bytes],
+    make_wav: Callable[..., bytes],
+    changes: dict[str, Any],
+) -> None:
+    media = [
+        (clip, Modality.VIDEO),
+        (damaged, Modality.VIDEO),
+        (make_png(1, 300, 500), Modality.IMAGE),
+        (make_png(2, 33, 90), Modality.IMAGE),
+        (make_wav(1, 4.0), Modality.AUDIO),
+    ]
+    async with open_peer(replace(CONFIG, arena_bytes=2**23, **changes)) as peer:
+        tower = Tower(peer)
+        ids = [peer.send(peer.request(content, modality), content) for content, modality in media]
+        replies = [await peer.answer(request_id) for request_id in ids]
+        for reply, (content, modality) in zip(replies, media, strict=True):
+            expected, prepared = whole_rows(content, modality)
+            assert read(reply) == expected
+            assert isinstance(reply, EncodeReply)
+            assert reply.layout == prepared.layout
+            assert reply.warnings == prepared.warnings
+            assert bool(reply.warnings) == (content is damaged)
+            assert min(reply.timings.prepare_s, reply.timings.tower_s) > 0
+        counters = peer.server.info().counters
+        assert tower.num_passes >= NUM_PARTS + 3
+        assert ("decode_workers_forked" in counters) == ("isolation" in changes)
+
+
+async def test_the_tower_begins_before_decoding_ends(
+    open_peer: Opener, small_parts: None, monkeypatch: pytest.MonkeyPatch, clip: bytes
+) -> None:
+    async with open_peer(replace(CONFIG, arena_bytes=2**22)) as peer:
+        tower = Tower(peer)
+        handed_over: list[int] = []
+
+        def around(decode: Callable[[Put], None], put: Put) -> None:
+            def last_is_late(part: MediaPart) -> None:
+                if part.first_pair == 2 * (NUM_PARTS - 1):
+                    assert tower.ran.wait(20), "the tower waits for the end of decoding"
+                put(part)
+                handed_over.append(part.first_pair)
+
+            decode(last_is_late)
+
+        decode_like(monkeypatch, around)
+        reply = await peer.encode(clip, modality=Modality.VIDEO)
+        assert isinstance(reply, EncodeReply)
+        assert sorted(handed_over) == list(range(0, 2 * NUM_PARTS, 2))
+
+
+async def test_decoding_waits_for_the_tower(
+    open_peer: Opener, small_parts: None, monkeypatch: pytest.MonkeyPatch, clip: bytes
+) -> None:
+    monkeypatch.setattr(queue_module, "MAX_WAITING_BYTES", 96 * 1536 * 4)  # one part
+    async with open_peer(replace(CONFIG, arena_bytes=2**22, max_batch_patches=SMALL_PASS)) as peer:
+        tower = Tower(peer)
+        tower.gate.clear()
+        begun: list[int] = []
+
+        def around(decode: Callable[[Put], None], put: Put) -> None:
+            def counted(part: MediaPart) -> None:
+                put(part)
+                begun.append(part.first_pair)
+
+            decode(counted)
+
+        decode_like(monkeypatch, around)
+        request_id = peer.send(peer.request(clip, Modality.VIDEO), clip)
+        await until(lambda: len(begun) == 2)
+        await asyncio.sleep(0.3)
+        assert len(begun) == 2, "one part is in the tower, one waits"
+        tower.gate.set()
+        assert isinstance(await peer.answer(request_id), EncodeReply)
+        assert len(begun) == NUM_PARTS
+
+
+@pytest.mark.parametrize(
+    ("isolation", "ending"),
+    [("threads", "cancel"), ("threads", "deadline"), ("threads", "disconnect"), ("processes", "cancel")],
+)
+async def test_who_leaves_in_the_middle_leaves_nothing(
+    open_peer: Opener,
+    small_parts: None,
+    monkeypatch: pytest.MonkeyPatch,
+    clip: bytes,
+    isolation: Isolation,
+    ending: str,
+) -> None:
+    """One part is in the tower, which is slow, one waits for it, and the decoder waits to hand over a third."""
+    monkeypatch.setattr(queue_module, "MAX_WAITING_BYTES", 1)
+    config = replace(CONFIG, arena_bytes=2**22, max_batch_patches=SMALL_PASS, isolation=isolation)
+    async with open_peer(config) as peer:
+        await peer.server._pool.warm_up()
+        async with nothing_left(peer):
+            tower = Tower(peer)
+            tower.gate.clear()
+            deadline = time.time() + (2.0 if ending == "deadline" else 30.0)
+            request = peer.request(clip, Modality.VIDEO, deadline_unix_s=deadline)
+            peer.send(request, clip)
+            queue = peer.server._tower
+            await until(lambda: queue.num_batches > 0 and len(queue._batcher) > 0)
+            if ending == "cancel":
+                peer.server.handle(CancelEncode(request_id=request.request_id), (), lambda *_: None, peer="peer")
+            elif ending == "disconnect":
+                peer.server.disconnect("peer")
+            failure = await peer.answer(request.request_id)
+            assert isinstance(failure, EncodeFailure)
+            assert failure.code == ("deadline_exceeded" if ending == "deadline" else "cancelled")
+            assert peer.server._store.usage().reserved_bytes > 0, "the tower still writes there"
+            tower.gate.set()
+        assert tower.num_passes < NUM_PARTS
+
+
+async def test_a_part_that_fails_in_the_tower_fails_its_medium_only(
+    open_peer: Opener, small_parts: None, clip: bytes, make_png: Callable[..., bytes]
+) -> None:
+    async with open_peer(replace(CONFIG, arena_bytes=2**22)) as peer, nothing_left(peer):
+        tower = Tower(peer)
+        for fail_at in (0, 3, NUM_PARTS - 1):
+            tower.num_passes, tower.fail_at = 0, fail_at
+            failed = peer.send(peer.request(clip, Modality.VIDEO), clip)
+            failure = await peer.answer(failed)
+            assert isinstance(failure, EncodeFailure)
+            assert failure.code == "tower_failed"
+            tower.fail_at = None
+            assert isinstance(await peer.encode(make_png(fail_at)), EncodeReply)
+        assert isinstance(await peer.encode(clip, modality=Modality.VIDEO), EncodeReply)
+
+
+async def test_a_decoder_that_fails_in_the_middle(
+    open_peer: Opener, small_parts: None, monkeypatch: pytest.MonkeyPatch, clip: bytes
+) -> None:
+    def around(decode: Callable[[Put], None], put: Put) -> None:
+        def first_only(part: MediaPart) -> None:
+            if part.first_pair:
+                raise MediaUndecodable("no more of this")
+            put(part)
+
+        decode(first_only)
+
+    async with open_peer(replace(CONFIG, arena_bytes=2**22)) as peer, nothing_left(peer):
+        with monkeypatch.context() as patched:
+            decode_like(patched, around)
+            failure = await peer.encode(clip, modality=Modality.VIDEO)
+        assert isinstance(failure, EncodeFailure)
+        assert (failure.code, failure.message) == ("media_undecodable", "no more of this")
+
+
+async def test_parts_that_never_come_are_an_error(
+    open_peer: Opener, small_parts: None, monkeypatch: pytest.MonkeyPatch, clip: bytes
+) -> None:
+    def around(decode: Callable[[Put], None], put: Put) -> None:
+        decode(lambda part: None if part.first_pair == 4 else put(part))
+
+    async with open_peer(replace(CONFIG, arena_bytes=2**22)) as peer, nothing_left(peer):
+        with monkeypatch.context() as patched:
+            decode_like(patched, around)
+            failure = await peer.encode(clip, modality=Modality.VIDEO)
+        assert isinstance(failure, EncodeFailure)
+        assert failure.message == "24 rows of this medium were never made"
+
+
+async def test_a_layout_that_changes_without_end_is_an_error(
+    open_peer: Opener, small_parts: None, monkeypatch: pytest.MonkeyPatch, clip: bytes
+) -> None:
+    num_decodes = 0
+
+    def restless(self: OpenMedia, put: Put, **settings: Any) -> None:
+        nonlocal num_decodes
+        num_decodes += 1
+        raise LayoutChanged(self)
+
+    async with open_peer(replace(CONFIG, arena_bytes=2**22)) as peer, nothing_left(peer):
+        with monkeypatch.context() as patched:
+            patched.setattr(OpenMedia, "decode", restless)
+            failure = await peer.encode(clip, modality=Modality.VIDEO)
+        assert isinstance(failure, EncodeFailure)
+        assert failure.code == "media_undecodable"
+        assert num_decodes == passage_module.MAX_CHANGES + 1
+
+
+async def test_a_layout_that_changes_gives_its_room_back(open_peer: Opener, small_parts: None, damaged: bytes) -> None:
+    """The arena holds the longer layout or the shorter one, not both."""
+    async with open_peer(replace(CONFIG, arena_bytes=160 * 1024, arena_wait_s=0.0)) as peer, nothing_left(peer):
+        reply = await peer.encode(damaged, modality=Modality.VIDEO)
+        assert isinstance(reply, EncodeReply)
+        rows_before = 15 * 12
+        assert reply.layout.num_rows < rows_before
+        assert (rows_before + reply.layout.num_rows) * 192 * 4 > 160 * 1024
+        peer.release(reply)
+
+
+async def test_a_decoding_process_that_dies_is_counted(
+    open_peer: Opener,
+) -> None:
+    config = replace(CONFIG, arena_bytes=2**22, isolation="processes", max_worker_bytes=64 * 2**20)
+    picture = io.BytesIO()
+    Image.new("RGB", (6000, 6000)).save(picture, "PNG", compress_level=1)
+    async with open_peer(config) as peer, nothing_left(peer):
+        failure = await peer.encode(picture.getvalue())
+        assert isinstance(failure, EncodeFailure)
+        assert failure.code == "media_too_large"
+        assert peer.server.info().counters["decode_workers_out_of_memory"] == 1
+
+
+@pytest.mark.parametrize("preprocess", ["cpu", "tower"])
+async def test_many_that_come_and_go(
+    open_peer: Opener,
+    small_parts: None,
+    monkeypatch: pytest.MonkeyPatch,
+    clip: bytes,
+    damaged: bytes,
+    make_png: Callable[..., bytes],
+    make_wav: Callable[..., bytes],
+    preprocess: Literal["cpu", "tower"],
+) -> None:
+    """Whatever is cancelled when, in an arena that is too small for all: each has one reply, the rest are right."""
+    monkeypatch.setattr(queue_module, "MAX_WAITING_BYTES", 2 * 96 * 1536 * 4)
+    random = np.random.RandomState(0)
+    contents: list[tuple[bytes, Modality]] = [(clip, Modality.VIDEO), (damaged, Modality.VIDEO)]
+    contents += [(make_png(seed, 64 + 32 * seed, 96), Modality.IMAGE) for seed in range(4)]
+    contents += [(make_wav(1, 3.0), Modality.AUDIO), (b"no medium", Modality.IMAGE)]
+    checksums: dict[str, set[int]] = {}
+    config = replace(CONFIG, arena_bytes=300 * 1024, max_pending=100, arena_wait_s=20.0, preprocess=preprocess)
+    async with open_peer(config) as peer, nothing_left(peer):
+
+        async def one(number: int) -> None:
+            content, modality = contents[number % len(contents)]
+            request = peer.request(content, modality)
+            await asyncio.sleep(random.uniform(0, 1.0))
+            peer.send(request, content)
+            if number % 3 == 0:
+                await asyncio.sleep(random.uniform(0, 0.3))
+                peer.server.handle(CancelEncode(request_id=request.request_id), (), lambda *_: None, peer="peer")
+            reply = await peer.answer(request.request_id)
+            if isinstance(reply, EncodeReply):
+                checksums.setdefault(reply.key, set()).add(reply.ref.checksum)
+                peer.release(reply)
+            else:
+                assert reply.code == "cancelled" or content == b"no medium"
+
+        await asyncio.gather(*(one(number) for number in range(60)))
+    assert len(checksums) == len(contents) - 1
+    assert all(len(values) == 1 for values in checksums.values())
+
+
+def test_a_local_encoder_gives_the_same_and_holds_few_parts(
+    tiny_model_dir: Path,
+    whole_rows: Callable[[bytes, Modality], tuple[bytes, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    clip: bytes,
+) -> None:
+    monkeypatch.setattr(queue_module, "MAX_WAITING_BYTES", 1)
+    alive, most = 0, 0
+    counting = threading.Lock()
+    of_part = TowerJob.of_part.__func__  # type: ignore[attr-defined]
+
+    def counted(kind: type[TowerJob], rows: MediumRows, part: MediaPart) -> TowerJob:
+        nonlocal alive, most
+        with counting:
+            alive += 1
+            most = max(most, alive)
+
+        def gone() -> None:
+            nonlocal alive
+            with counting:
+                alive -= 1
+
+        job: TowerJob = of_part(kind, rows, part)
+        assert isinstance(part.pictures, Patches)
+        weakref.finalize(part.pictures.pixel_values, gone)
+        return job
+
+    monkeypatch.setattr(TowerJob, "of_part", classmethod(counted))
+    encoder = LocalEncoder(tiny_model_dir, EncoderConfig(max_batch_patches=SMALL_PASS))
+    try:
+        layout, rows, _ = encoder.encode(clip, Modality.VIDEO)
+    finally:
+        encoder.close()
+    expected, media = whole_rows(clip, Modality.VIDEO)
+    assert layout == media.layout
+    assert rows.tobytes() == expected
+    assert 1 <= most <= 4 < NUM_PARTS
+
+
+@pytest.mark.parametrize("config", [EncoderConfig(preprocess="tower"), EncoderConfig(isolation="processes")])
+def test_a_local_encoder_heeds_its_settings(
+    tiny_model_dir: Path,
+    whole_rows: Callable[[bytes, Modality], tuple[bytes, Any]],
+    damaged: bytes,
+    config: EncoderConfig,
+) -> None:
+    encoder = LocalEncoder(tiny_model_dir, config)
+    try:
+        assert encoder.encode(damaged, Modality.VIDEO)[1].tobytes() == whole_rows(damaged, Modality.VIDEO)[0]
+        with pytest.raises(MediaError):
+            encoder.encode(b"no medium", Modality.VIDEO)
+    finally:
+        encoder.close()
+
+
+def test_closing_a_local_encoder_ends_what_it_is_at(tiny_model_dir: Path, small_parts: None, clip: bytes) -> None:
+    encoder = LocalEncoder(tiny_model_dir)
+    with ThreadPoolExecutor(4) as threads:
+        calls = [threads.submit(encoder.encode, clip, Modality.VIDEO) for _ in range(4)]
+        time.sleep(0.05)
+        encoder.close()
+        encoder.close()
+        assert any(isinstance(call.exception(), CancelledError) for call in calls)
+    with pytest.raises(RuntimeError, match="closed"):
+        encoder.encode(clip, Modality.VIDEO)
+
+
+def test_a_local_encoder_that_is_forgotten_ends_its_threads(tiny_model_dir: Path) -> None:
+    before = threading.active_count()
+    LocalEncoder(tiny_model_dir)
+    assert threading.active_count() == before
