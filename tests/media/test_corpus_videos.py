@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from preprocess import MediaKey, MediaOptions, ProcessorConfig
+from preprocess import MediaKey, MediaOptions, MediaUnsupported, ProcessorConfig
+from preprocess.config import VideoBackend
 from preprocess.crew import Crew
 from preprocess.pipeline import LayoutChanged, open_media, prepare
 from preprocess.types import MediaPart, MelFrames, Modality, Pixels, PreparedMedia
@@ -185,3 +187,28 @@ def test_refusals(case: Case, file_of: Callable[[Case], bytes], config: Processo
     with pytest.raises(expect.error, match=f"(?s){expect.words}") as caught:
         prepared(case, content, config)
     assert type(caught.value) is expect.error
+
+
+@pytest.mark.parametrize("backend", ["torchcodec", "decord"])
+def test_other_backends_are_right_or_refuse(
+    backend: VideoBackend, file_of: Callable[[Case], bytes], config: ProcessorConfig
+) -> None:
+    pytest.importorskip(backend)
+    other = replace(config, video_backend=backend)
+    num_right = 0
+    refusals: list[str] = []
+    for case in cases_of(Clip):
+        expect = case.expect
+        assert isinstance(expect, Clip)
+        try:
+            media = prepared(case, file_of(case), other)
+        except MediaUnsupported as error:
+            refusals.append(error.message)
+            continue
+        numbers = [number_or_none(picture) for picture in pictures_of(media)]
+        assert numbers == even(expect.numbers), case.name
+        check_times(media, expect.times_s)
+        num_right += 1
+    assert all(backend in message for message in refusals)
+    # Most files are plain; a backend that refused all of them would be right, too.
+    assert num_right >= len(cases_of(Clip)) // 2
