@@ -17,6 +17,7 @@ from PIL import Image, features
 
 from preprocess.types import Modality
 from tests.fakes.clips import blocks, make_video, picture_file, sine, sound_file
+from tests.fakes.media.priority import ordinary_priority
 
 _CLIP_SOUND: Final = 1.0
 _EXACT: Final = {"fflags": "+bitexact"}
@@ -135,7 +136,7 @@ def _clip(codec: str, container: str, *, sound: bool = False, count: int = 16, *
 def _raw_clip(codec: str, container: str, pixels: str, options: dict[str, str] | None = None) -> bytes:
     """For encoders that `make_video`'s settings do not suit."""
     file = io.BytesIO()
-    with av.open(file, mode="w", format=container, options=_EXACT) as output:
+    with ordinary_priority(), av.open(file, mode="w", format=container, options=_EXACT) as output:
         stream: Any = output.add_stream(codec, rate=10, options=options or {})
         stream.width, stream.height, stream.pix_fmt = 64, 64, pixels
         stream.codec_context.gop_size = 8
@@ -178,7 +179,7 @@ def _videos() -> list[Seed]:
 
 def _raw_mpeg2(container: str) -> bytes:
     file = io.BytesIO()
-    with av.open(file, mode="w", format=container, options=_EXACT) as output:
+    with ordinary_priority(), av.open(file, mode="w", format=container, options=_EXACT) as output:
         stream: Any = output.add_stream("mpeg2video", rate=25)
         stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
         for index in range(12):
@@ -200,7 +201,7 @@ def _pcm(dtype: str) -> NDArray[Any]:
 
 def _encoded_sound(codec: str, container: str, layout: str = "stereo") -> bytes:
     file = io.BytesIO()
-    with av.open(file, mode="w", format=container, options=_EXACT) as output:
+    with ordinary_priority(), av.open(file, mode="w", format=container, options=_EXACT) as output:
         stream: Any = output.add_stream(codec, rate=48_000, layout=layout)
         channels = stream.codec_context.layout.nb_channels
         resampler = av.AudioResampler(format=stream.codec_context.format, layout=layout, rate=48_000)

@@ -20,6 +20,7 @@ from preprocess.crew import NO_CREW, Crew, Teamwork
 from preprocess.video.index import VideoIndex, read_index
 from preprocess.video.plan import NotPlannable, Task, plan
 from preprocess.video.planned import Unproven, decode_planned
+from tests.fakes.media.priority import ordinary_priority
 from tests.oracles.video_scan import all_frames
 
 LIMITS = DecodeLimits()
@@ -67,7 +68,7 @@ def encode(clip: Clip) -> bytes:
     rng = np.random.default_rng(clip.seed)
     world = rng.integers(0, 256, (12, 24, 3), dtype=np.uint8).repeat(8, axis=0).repeat(8, axis=1)
     file = io.BytesIO()
-    with av.open(file, mode="w", format=clip.container) as output:
+    with ordinary_priority(), av.open(file, mode="w", format=clip.container) as output:
         stream: Any = output.add_stream(clip.codec, rate=clip.rate, options=dict(clip.options))
         stream.width, stream.height = 64, 48
         stream.pix_fmt = "yuvj420p" if clip.codec == "mjpeg" else "yuv420p"

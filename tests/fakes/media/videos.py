@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.fakes.media.barcode import barcode_picture
+from tests.fakes.media.priority import ordinary_priority
 
 Pixels = NDArray[np.uint8]
 
@@ -76,7 +77,10 @@ def clip(numbers: Sequence[int], **fields: Any) -> bytes:
     """A video of the barcode pictures `numbers`; `fields` are those of `Shot`."""
     shot = Shot(**fields)
     file: Any = _Pipe() if shot.streamed else io.BytesIO()
-    with av.open(file, mode="w", format=shot.container, options=dict(shot.container_options)) as output:
+    with (
+        ordinary_priority(),
+        av.open(file, mode="w", format=shot.container, options=dict(shot.container_options)) as output,
+    ):
         video = add_video(output, shot)
         tracks = [(add_sound(output, track), track) for track in shot.tracks]
         for position, number in enumerate(numbers):
