@@ -3,7 +3,7 @@
 import functools
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from encoder.config import AudioConfig, AudioTokenizerConfig, VisionConfig
+from encoder import passage, runner
+from encoder.config import AudioConfig, AudioTokenizerConfig, EncoderConfig, VisionConfig
 from encoder.towers.audio import AudioEncoder, AudioTokenizer
 from encoder.towers.vit import VisionTower
 from encoder.towers.weights import export_audio_state, export_tokenizer_state, export_vision_state
 from tests.fakes.encoder_peer import Opener, opened_peer
+from tests.fakes.media_parts import SMALL_PASS, RowsOf, clip_in_parts, damaged_clip, rows_of_the_whole
 
 WIDTH = 192
 TINY_CONFIG: dict[str, Any] = {
@@ -190,3 +192,27 @@ def make_wav() -> Callable[..., bytes]:
 @pytest.fixture
 def make_mp4() -> Callable[..., bytes]:
     return mp4_bytes
+
+
+@pytest.fixture(scope="session")
+def clip() -> bytes:
+    return clip_in_parts()
+
+
+@pytest.fixture(scope="session")
+def damaged() -> bytes:
+    return damaged_clip()
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes of the tower, and with them the parts of a video, are small."""
+    for module in (runner, passage):
+        monkeypatch.setattr(module, "PASS_PATCHES", SMALL_PASS)
+
+
+@pytest.fixture
+def whole_rows(tiny_model_dir: Path, small_parts: None) -> Iterator[RowsOf]:
+    made = runner.TowerRunner.load(tiny_model_dir, EncoderConfig())
+    yield rows_of_the_whole(made, tiny_model_dir)
+    made.close()

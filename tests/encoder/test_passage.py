@@ -2,15 +2,11 @@
 
 import asyncio
 import io
-import json
 import threading
 import time
-import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -18,67 +14,18 @@ import pytest
 from PIL import Image
 
 from encoder import passage as passage_module
-from encoder import runner as runner_module
 from encoder import tower_queue as queue_module
 from encoder.client import ArenaReader
-from encoder.config import EncoderConfig
-from encoder.local import LocalEncoder
-from encoder.runner import MediumRows, TowerJob, TowerRunner
 from encoder.types import CancelEncode, EncodeFailure, EncodeReply
-from preprocess.config import Isolation, ProcessorConfig
-from preprocess.errors import MediaError, MediaUndecodable
-from preprocess.pipeline import LayoutChanged, OpenMedia, prepare
-from preprocess.types import MediaKey, MediaOptions, MediaPart, Modality, Patches
-from tests.fakes.clips import index_first, make_video, sine
+from preprocess.config import Isolation
+from preprocess.errors import MediaUndecodable
+from preprocess.pipeline import LayoutChanged, OpenMedia
+from preprocess.types import MediaPart, Modality
+from tests.fakes.clips import make_video
 from tests.fakes.encoder_peer import CONFIG, Opener, Peer, until
+from tests.fakes.media_parts import NUM_PARTS, SMALL_PASS, RowsOf
 
-# A pair of frames is 48 patches or 12 rows: parts of two pairs, eight of them.
-SMALL_PASS = 100
-NUM_PARTS = 8
 Put = Callable[[MediaPart], None]
-
-
-@pytest.fixture(scope="module")
-def clip() -> bytes:
-    """Thirty sampled frames and their sound."""
-    return make_video(300, size=(96, 128), corner=True, gop=25, sound=sine(25.0, tone_hz=600)[:, 0])
-
-
-@pytest.fixture(scope="module")
-def damaged() -> bytes:
-    """Half of its frames are counted and do not decode, which is found while decoding."""
-    whole = index_first(make_video(300, size=(96, 128), corner=True, gop=300))
-    middle = len(whole) // 2
-    return whole[:middle] + np.random.RandomState(0).bytes(len(whole) - middle)
-
-
-@pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (runner_module, passage_module):
-        monkeypatch.setattr(module, "PASS_PATCHES", SMALL_PASS)
-
-
-@pytest.fixture
-def whole_rows(tiny_model_dir: Path, small_parts: None) -> Iterator[Callable[[bytes, Modality], tuple[bytes, Any]]]:
-    """Rows of a medium that was decoded in one piece and encoded as one part."""
-    runner = TowerRunner.load(tiny_model_dir, EncoderConfig())
-    processor = ProcessorConfig.from_hf(runner_config(tiny_model_dir))
-
-    def rows_of(content: bytes, modality: Modality) -> tuple[bytes, Any]:
-        media = prepare(content, modality=modality, options=MediaOptions(), config=processor, key=MediaKey("k"))
-        rows = MediumRows(MediaKey("k"), media.layout, memoryview(bytearray(media.layout.num_rows * runner.row_bytes)))
-        jobs = [] if media.patches is None else [TowerJob.of_part(rows, MediaPart(0, media.patches))]
-        jobs += [] if media.mel is None else [TowerJob.of_sound(rows, media.mel)]
-        assert runner.run_sync(jobs) == [None] * len(jobs)
-        return bytes(rows.destination), media
-
-    yield rows_of
-    runner.close()
-
-
-def runner_config(model_dir: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((model_dir / "config.json").read_text())
-    return config
 
 
 class Tower:
@@ -142,7 +89,7 @@ def read(reply: object) -> bytes:
 @pytest.mark.parametrize("changes", [{}, {"isolation": "processes", "preprocess": "tower"}])
 async def test_parts_give_the_bytes_of_the_whole(
     open_peer: Opener,
-    whole_rows: Callable[[bytes, Modality], tuple[bytes, Any]],
+    whole_rows: RowsOf,
     clip: bytes,
     damaged: bytes,
     make_png: Callable[..., bytes],
@@ -389,76 +336,3 @@ async def test_many_that_come_and_go(
         await asyncio.gather(*(one(number) for number in range(60)))
     assert len(checksums) == len(contents) - 1
     assert all(len(values) == 1 for values in checksums.values())
-
-
-def test_a_local_encoder_gives_the_same_and_holds_few_parts(
-    tiny_model_dir: Path,
-    whole_rows: Callable[[bytes, Modality], tuple[bytes, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    clip: bytes,
-) -> None:
-    monkeypatch.setattr(queue_module, "MAX_WAITING_BYTES", 1)
-    alive, most = 0, 0
-    counting = threading.Lock()
-    of_part = TowerJob.of_part.__func__  # type: ignore[attr-defined]
-
-    def counted(kind: type[TowerJob], rows: MediumRows, part: MediaPart) -> TowerJob:
-        nonlocal alive, most
-        with counting:
-            alive += 1
-            most = max(most, alive)
-
-        def gone() -> None:
-            nonlocal alive
-            with counting:
-                alive -= 1
-
-        job: TowerJob = of_part(kind, rows, part)
-        assert isinstance(part.pictures, Patches)
-        weakref.finalize(part.pictures.pixel_values, gone)
-        return job
-
-    monkeypatch.setattr(TowerJob, "of_part", classmethod(counted))
-    encoder = LocalEncoder(tiny_model_dir, EncoderConfig(max_batch_patches=SMALL_PASS))
-    try:
-        layout, rows, _ = encoder.encode(clip, Modality.VIDEO)
-    finally:
-        encoder.close()
-    expected, media = whole_rows(clip, Modality.VIDEO)
-    assert layout == media.layout
-    assert rows.tobytes() == expected
-    assert 1 <= most <= 4 < NUM_PARTS
-
-
-@pytest.mark.parametrize("config", [EncoderConfig(preprocess="tower"), EncoderConfig(isolation="processes")])
-def test_a_local_encoder_heeds_its_settings(
-    tiny_model_dir: Path,
-    whole_rows: Callable[[bytes, Modality], tuple[bytes, Any]],
-    damaged: bytes,
-    config: EncoderConfig,
-) -> None:
-    encoder = LocalEncoder(tiny_model_dir, config)
-    try:
-        assert encoder.encode(damaged, Modality.VIDEO)[1].tobytes() == whole_rows(damaged, Modality.VIDEO)[0]
-        with pytest.raises(MediaError):
-            encoder.encode(b"no medium", Modality.VIDEO)
-    finally:
-        encoder.close()
-
-
-def test_closing_a_local_encoder_ends_what_it_is_at(tiny_model_dir: Path, small_parts: None, clip: bytes) -> None:
-    encoder = LocalEncoder(tiny_model_dir)
-    with ThreadPoolExecutor(4) as threads:
-        calls = [threads.submit(encoder.encode, clip, Modality.VIDEO) for _ in range(4)]
-        time.sleep(0.05)
-        encoder.close()
-        encoder.close()
-        assert any(isinstance(call.exception(), CancelledError) for call in calls)
-    with pytest.raises(RuntimeError, match="closed"):
-        encoder.encode(clip, Modality.VIDEO)
-
-
-def test_a_local_encoder_that_is_forgotten_ends_its_threads(tiny_model_dir: Path) -> None:
-    before = threading.active_count()
-    LocalEncoder(tiny_model_dir)
-    assert threading.active_count() == before
