@@ -148,7 +148,7 @@ def scan_tensors(directory: Path, wanted: Callable[[str], bool]) -> Scan:
     lacking: dict[str, list[str]] = {}
     for file, names in sorted(promised.items()):
         if has_index and not os.path.lexists(directory / file):
-            faults.append(f"{printable(file)} is missing: {index.name} says it holds {shown(names)}")
+            faults.append(f"{printable(file)} is missing: {index.name} says it holds {shown(names, most=3)}")
             unread += names
             continue
         try:
@@ -234,11 +234,11 @@ def read_header(path: Path) -> dict[str, FileTensor]:
     return tensors
 
 
-def shown(names: Iterable[str]) -> str:
-    """Names for a message: joined, the first twenty of them, each on one line however it is spelled."""
+def shown(names: Iterable[str], *, most: int = _NUM_NAMES_SHOWN) -> str:
+    """Names for a message: joined, the first of them, each on one line however it is spelled."""
     listed = list(names)
-    more = len(listed) - _NUM_NAMES_SHOWN
-    first = ", ".join(map(printable, listed[:_NUM_NAMES_SHOWN]))
+    more = len(listed) - most
+    first = ", ".join(map(printable, listed[:most]))
     return first + (f" and {more:,} more" if more > 0 else "")
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from epd.errors import ContextTooLong, InvalidRequest
 from epd.gateway.conversation import Conversation, read_conversation
-from epd.gateway.render import MediaSlot, Renderer, SamplingDefaults, fit_answer
+from epd.gateway.render import MediaSlot, Renderer, SamplingDefaults, context_words, fit_answer
 from epd.gateway.schema import ChatBody
 from epd.gateway.template import ChatTemplate
 from epd.gateway.vocabulary import Vocabulary
@@ -264,3 +264,9 @@ def test_the_lower_bound_is_one(value: str) -> None:
 def test_megabytes_are_refused_without_tokenising() -> None:
     with pytest.raises(ContextTooLong, match="at least"):
         RENDERER.render(conversation(user("word " * 2_000_000)))
+
+
+def test_a_context_that_the_server_limits_names_the_setting() -> None:
+    assert context_words(8192, 8192) == "this model's context is 8192 tokens"
+    with pytest.raises(ContextTooLong, match=r"room for 5808 of the 8192 tokens .*engine\.kv_budget_bytes"):
+        fit_answer(6000, asked=None, default=50, max_context_tokens=5808, model_context_tokens=8192)

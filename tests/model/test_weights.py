@@ -144,20 +144,27 @@ def test_a_draft_head_left_out_is_named(tmp_path: Path) -> None:
         load_text_model(tmp_path)
 
 
-def test_all_problems_are_named_in_one_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("indexed", [False, True])
+def test_all_problems_are_named_in_one_error(tmp_path: Path, indexed: bool) -> None:
     state = export_text_state(small_model())
+    promised = dict.fromkeys([*state, "model.needless"], "model.safetensors")
     del state["model.norm.weight"]
     state["model.layers.9.extra"] = torch.ones(1)
     state["lm_head.weight"] = torch.ones(3, 4)
     state["model.embed_tokens.weight"] = state["model.embed_tokens.weight"].to(torch.int8)
     write(tmp_path, state, attention_projection_layout="split")
+    index = tmp_path / "model.safetensors.index.json"
+    if indexed:
+        index.write_text(json.dumps({"weight_map": promised}))
     with pytest.raises(WeightsError) as raised:
         load_text_model(tmp_path)
+    needless = f"{index.name} lists tensors that no file holds and nothing calls for: model.needless"
     assert str(raised.value).splitlines()[1:] == [
         "1 missing: model.norm.weight",
         "1 unexpected: model.layers.9.extra",
         "1 of the wrong shape: lm_head.weight (expected [1024, 192], found [3, 4])",
         "1 of a dtype that is not implemented: model.embed_tokens.weight (I8)",
+        *([needless] if indexed else []),
     ]
 
 
