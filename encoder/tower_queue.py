@@ -16,8 +16,8 @@ from encoder.runner import TowerJob, TowerRunner
 
 # Batches' worth of decoded media that may wait in a lane before decoding pauses,
 MAX_WAITING_BATCHES = 2
-# and their memory: frames that the tower's device is to resize are several times larger than their patches.
-MAX_WAITING_BYTES = 256 * 2**20
+# and the memory of what waits or is in the tower: one full part of a video in it and one that waits keep it busy.
+MAX_HELD_BYTES = 160 * 2**20
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +50,7 @@ class TowerQueue:
         self._work = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
-        self._waiting_bytes = 0
+        self._held_bytes = 0
         self.num_batches = 0
         self.num_jobs = 0
         self.tower_s = 0.0
@@ -59,7 +59,7 @@ class TowerQueue:
         """Queue a job for the next batch of its lane."""
         ticket = Ticket(job, self._clock(), asyncio.get_running_loop().create_future())
         self._batcher.add(ticket, lane=job.lane, cost=job.cost, now_s=ticket.since_s)
-        self._waiting_bytes += job.size_bytes
+        self._held_bytes += job.size_bytes
         self._work.set()
         self._update_room()
         return ticket
@@ -67,8 +67,7 @@ class TowerQueue:
     def withdraw(self, ticket: Ticket) -> None:
         """Take a job back out if it still waits."""
         if self._batcher.discard(ticket):
-            self._leave(ticket)
-            ticket.job = None
+            self._let_go(ticket)
 
     async def wait_for_room(self) -> None:
         """Return once little enough waits in decoded form. Of many who waited, each sees what the others submitted."""
@@ -91,22 +90,23 @@ class TowerQueue:
     async def _run_batch(self, tickets: Sequence[Ticket], now_s: float) -> None:
         self.num_batches += 1
         for ticket in tickets:
-            self._leave(ticket)
             ticket.in_tower = True
             ticket.batch = self.num_batches
             ticket.batch_wait_s = now_s - ticket.since_s
+        self._update_room()
         outcomes = await self._runner.run([ticket.job for ticket in tickets if ticket.job is not None])
         tower_s = self._clock() - now_s
         self.num_jobs += len(tickets)
         self.tower_s += tower_s
         for ticket, outcome in zip(tickets, outcomes, strict=True):
-            ticket.job = None
+            self._let_go(ticket)
             ticket.tower_s = tower_s
             ticket.done.set_result(outcome)
 
-    def _leave(self, ticket: Ticket) -> None:
-        assert ticket.job is not None, "who waits has a job"
-        self._waiting_bytes -= ticket.job.size_bytes
+    def _let_go(self, ticket: Ticket) -> None:
+        assert ticket.job is not None, "a job ends once"
+        self._held_bytes -= ticket.job.size_bytes
+        ticket.job = None
         self._update_room()
 
     def _update_room(self) -> None:
@@ -114,7 +114,7 @@ class TowerQueue:
             self._batcher.waiting_cost(lane) >= MAX_WAITING_BATCHES * budget.max_cost
             for lane, budget in self._budgets.items()
         )
-        if crowded or self._waiting_bytes >= MAX_WAITING_BYTES:
+        if crowded or self._held_bytes >= MAX_HELD_BYTES:
             self._room.clear()
         else:
             self._room.set()

@@ -14,7 +14,7 @@ from encoder.local import LocalEncoder
 from encoder.runner import MediumRows, TowerJob
 from preprocess.errors import MediaError
 from preprocess.types import MediaPart, Modality, Patches
-from tests.fakes.media_parts import NUM_PARTS, SMALL_PASS, RowsOf
+from tests.fakes.media_parts import NUM_PARTS, PART_BYTES, SMALL_PASS, RowsOf
 
 
 def test_a_local_encoder_gives_the_same_and_holds_few_parts(
@@ -23,7 +23,7 @@ def test_a_local_encoder_gives_the_same_and_holds_few_parts(
     monkeypatch: pytest.MonkeyPatch,
     clip: bytes,
 ) -> None:
-    monkeypatch.setattr(queue_module, "MAX_WAITING_BYTES", 1)
+    monkeypatch.setattr(queue_module, "MAX_HELD_BYTES", 2 * PART_BYTES)
     alive, most = 0, 0
     counting = threading.Lock()
     of_part = TowerJob.of_part.__func__  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ from preprocess.pipeline import LayoutChanged, OpenMedia
 from preprocess.types import MediaPart, Modality
 from tests.fakes.clips import make_video
 from tests.fakes.encoder_peer import CONFIG, Opener, Peer, until
-from tests.fakes.media_parts import NUM_PARTS, SMALL_PASS, RowsOf
+from tests.fakes.media_parts import NUM_PARTS, PART_BYTES, SMALL_PASS, RowsOf
 
 Put = Callable[[MediaPart], None]
 
@@ -63,7 +63,7 @@ async def nothing_left(peer: Peer) -> AsyncIterator[None]:
     assert usage.reserved_bytes == 0
     server._store.check()
     queue = server._tower
-    assert (len(queue._batcher), queue._waiting_bytes) == (0, 0)
+    assert (len(queue._batcher), queue._held_bytes) == (0, 0)
     works = server._works
     for semaphore in (works.decoders, server._pool._places):
         assert semaphore._value == CONFIG.decode_threads
@@ -145,7 +145,7 @@ async def test_the_tower_begins_before_decoding_ends(
 async def test_decoding_waits_for_the_tower(
     open_peer: Opener, small_parts: None, monkeypatch: pytest.MonkeyPatch, clip: bytes
 ) -> None:
-    monkeypatch.setattr(queue_module, "MAX_WAITING_BYTES", 96 * 1536 * 4)  # one part
+    monkeypatch.setattr(queue_module, "MAX_HELD_BYTES", 2 * PART_BYTES)
     async with open_peer(replace(CONFIG, arena_bytes=2**22, max_batch_patches=SMALL_PASS)) as peer:
         tower = Tower(peer)
         tower.gate.clear()
@@ -181,7 +181,7 @@ async def test_who_leaves_in_the_middle_leaves_nothing(
     ending: str,
 ) -> None:
     """One part is in the tower, which is slow, one waits for it, and the decoder waits to hand over a third."""
-    monkeypatch.setattr(queue_module, "MAX_WAITING_BYTES", 1)
+    monkeypatch.setattr(queue_module, "MAX_HELD_BYTES", 2 * PART_BYTES)
     config = replace(CONFIG, arena_bytes=2**22, max_batch_patches=SMALL_PASS, isolation=isolation)
     async with open_peer(config) as peer:
         await peer.server._pool.warm_up()
@@ -309,7 +309,7 @@ async def test_many_that_come_and_go(
     preprocess: Literal["cpu", "tower"],
 ) -> None:
     """Whatever is cancelled when, in an arena that is too small for all: each has one reply, the rest are right."""
-    monkeypatch.setattr(queue_module, "MAX_WAITING_BYTES", 2 * 96 * 1536 * 4)
+    monkeypatch.setattr(queue_module, "MAX_HELD_BYTES", 2 * PART_BYTES)
     random = np.random.RandomState(0)
     contents: list[tuple[bytes, Modality]] = [(clip, Modality.VIDEO), (damaged, Modality.VIDEO)]
     contents += [(make_png(seed, 64 + 32 * seed, 96), Modality.IMAGE) for seed in range(4)]

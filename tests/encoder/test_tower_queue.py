@@ -107,7 +107,7 @@ async def test_decoding_pauses_while_too_much_waits() -> None:
 
 
 async def test_of_many_who_wait_for_room_only_as_many_go_on_as_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tower_queue, "MAX_WAITING_BYTES", 120)
+    monkeypatch.setattr(tower_queue, "MAX_HELD_BYTES", 120)
     async with running() as (queue, runner, _):
         submitted: list[Ticket] = []
 
@@ -117,12 +117,14 @@ async def test_of_many_who_wait_for_room_only_as_many_go_on_as_there_is(monkeypa
 
         puts = [asyncio.create_task(put()) for _ in range(12)]
         await settle()
-        # 128 bytes went into the tower, where they wait no more; as many wait, and that is enough.
-        assert (len(submitted), runner.batches) == (4, [2])
-        queue.withdraw(submitted[3])
-        queue.withdraw(submitted[3])
+        # What is in the tower counts as well; what is withdrawn does not.
+        assert (len(submitted), runner.batches) == (2, [2])
+        another = queue.submit(job_of(16))
+        queue.withdraw(another)
+        queue.withdraw(another)
         await settle()
-        assert len(submitted) == 5
+        assert len(submitted) == 2
         runner.go.set()
         await asyncio.gather(*puts)
-        await asyncio.gather(*(ticket.done for ticket in submitted if ticket is not submitted[3]))
+        await asyncio.gather(*(ticket.done for ticket in submitted))
+        assert runner.batches == [2] * 6

@@ -9,12 +9,13 @@ import numpy as np
 from encoder.runner import MediumRows, TowerJob, TowerRunner
 from preprocess.config import ProcessorConfig
 from preprocess.pipeline import prepare
-from preprocess.types import MediaKey, MediaOptions, MediaPart, Modality, PreparedMedia
+from preprocess.types import PATCH_WIDTH, MediaKey, MediaOptions, MediaPart, Modality, PreparedMedia
 from tests.fakes.clips import index_first, make_video, sine
 
 # A pair of frames is 48 patches or 12 rows: parts of two pairs, eight of them.
 SMALL_PASS = 100
 NUM_PARTS = 8
+PART_BYTES = 2 * 48 * PATCH_WIDTH * 4
 
 RowsOf = Callable[[bytes, Modality], tuple[bytes, PreparedMedia]]
 
