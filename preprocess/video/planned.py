@@ -29,8 +29,9 @@ from preprocess.video.stream import check_frame_size, pick_video_stream, upright
 _MAX_GAP: Final = 8
 # A seek may land earlier than asked, at an earlier entry of the container's table, but not endlessly so.
 _MAX_EARLY: Final = 250
-# Packets of a run that are held to find out which of them matter; no more, for a file may be a single run.
-_MAX_LOOKAHEAD: Final = 1000
+# What is held of a run to find out which of its packets matter; no more, for a file may be a single run.
+_MAX_LOOKAHEAD_PACKETS: Final = 1000
+_MAX_LOOKAHEAD_BYTES: Final = 32 * 1024 * 1024
 
 
 class Unproven(Exception):
@@ -157,11 +158,11 @@ class _Decoder:
         """All frames that the run's packets give, with the decoder as new before and after."""
         packets: Iterable[tuple[int, Any]] = self._run_packets(run)
         stand_ins: dict[int, bytes] = {}
-        if skip and self._shortcut is not None and run.num_packets <= _MAX_LOOKAHEAD:
-            packets = list(packets)
-            stand_ins = self._shortcut.stand_ins(packets, targets)
-        not_these = {int(self._index.pts[number]) for number in stand_ins}
         try:
+            if skip and self._shortcut is not None and self._may_look_ahead(run):
+                packets = list(packets)
+                stand_ins = self._shortcut.stand_ins(packets, targets)
+            not_these = {int(self._index.pts[number]) for number in stand_ins}
             for number, packet in packets:
                 mode = "NONREF" if skip and number not in targets and number not in stand_ins else "DEFAULT"
                 if self._codec.skip_frame != mode:
@@ -173,6 +174,10 @@ class _Decoder:
             raise Unproven("a packet does not decode") from error
         finally:
             self._codec.flush_buffers()
+
+    def _may_look_ahead(self, run: Run) -> bool:
+        size_bytes = int(self._index.size_bytes[run.start : run.last + 1].sum())
+        return run.num_packets <= _MAX_LOOKAHEAD_PACKETS and size_bytes <= _MAX_LOOKAHEAD_BYTES
 
     def _run_packets(self, run: Run) -> Iterator[tuple[int, Any]]:
         """The run's packets with their numbers, each compared with the index."""
