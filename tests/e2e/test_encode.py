@@ -178,6 +178,16 @@ def test_one_bad_file_costs_only_itself(media_dir: Path, tmp_path: Path) -> None
     assert out.stat().st_mode & 0o777 == 0o666 & ~mask
 
 
+def test_results_come_in_the_order_of_the_files(tmp_path: Path) -> None:
+    """Whatever is ready first: a clip takes longer than the picture and the sound after it."""
+    names = ["clip.mp4", "picture.png", "tones.wav", "again.png"]
+    for name in names:
+        (tmp_path / name).write_bytes((SAMPLES / name.replace("again", "picture")).read_bytes())
+    done = mimo("encode", *names, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["file"] for line in done.stdout.splitlines()] == names
+
+
 def test_nothing_is_written_when_nothing_could_be_read(tmp_path: Path) -> None:
     (tmp_path / "bad.png").write_bytes(b"this is not a picture")
     done = mimo("encode", "bad.png", "bad.png", cwd=tmp_path)
