@@ -177,8 +177,11 @@ async def campaign(
     Raises AssertionError when workers are still held at the end.
     """
     counts: Counter[tuple[str, str]] = Counter()
-    pool = DecodePool(SETTINGS)
     all_seeds = seeds()
+    for seed in all_seeds:
+        # Made now: encoders would hold up the loop, and answers with it.
+        _ = seed.content
+    pool = DecodePool(SETTINGS)
     queue = iter(numbers)
     stop_s = None if stop_after_s is None else time.monotonic() + stop_after_s
 
