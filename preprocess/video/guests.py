@@ -31,7 +31,12 @@ class Guest:
     stream_index: int
     time_base: Fraction
     num_video_streams: int
-    is_av1: bool
+    codec: str
+    """FFmpeg's name of it, or of the library that decodes it."""
+
+    @property
+    def is_av1(self) -> bool:
+        return self.codec in _AV1
 
 
 def admit(content: bytes, index: VideoIndex, look: FirstLook) -> Guest | str:
@@ -46,12 +51,10 @@ def admit(content: bytes, index: VideoIndex, look: FirstLook) -> Guest | str:
         return "its frames have no times of their own"
     with open_container(content, "a video") as container:
         stream = pick_video_stream(container, content)
-        is_av1 = stream.codec_context.codec.name in _AV1
-        # Of AV1 our own pass proves nothing but the count and the times.
-        if index.scan_reason is not None and not is_av1:
-            return index.scan_reason
-        num_streams = len(container.streams.video)
-        return Guest(content, index, look, stream.index, stream.time_base, num_streams, is_av1)
+        num_streams, codec = len(container.streams.video), stream.codec_context.codec.name
+        guest = Guest(content, index, look, stream.index, stream.time_base, num_streams, codec)
+    # Of AV1 our own pass proves nothing but the count and the times.
+    return guest if index.scan_reason is None or guest.is_av1 else index.scan_reason
 
 
 def _is_nothing_else(content: bytes) -> bool:
