@@ -63,3 +63,19 @@ def test_a_process_that_cannot_start_says_why_in_one_line(
     assert line.startswith("encoder e0 cannot start: ")
     assert re.search(message, line)
     assert "\n" not in line
+
+
+def test_isolation_that_the_system_does_not_have(
+    tiny_model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("os.pidfd_open")
+    with pytest.raises(SystemExit) as ended:
+        run_encoder(
+            EncoderConfig(isolation="processes"),
+            model_dir=tiny_model_dir,
+            name="e0",
+            address=f"ipc://{tmp_path}/e",
+            arena=f"t-{uuid.uuid4().hex}",
+        )
+    assert ended.value.code == 2
+    assert "isolation by processes needs Linux" in caplog.text
