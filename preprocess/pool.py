@@ -19,60 +19,35 @@ All videos of a process share one crew of threads, which join whoever decodes wh
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 from preprocess.config import DecodeSettings, ProcessorConfig
 from preprocess.crew import Crew
-from preprocess.errors import DecoderUnavailable, MediaTooLarge
-from preprocess.isolation.media import IsolatedMedia, Submit
+from preprocess.errors import DecoderUnavailable
+from preprocess.isolation.media import IsolatedMedia
 from preprocess.isolation.nursery import Nursery
-from preprocess.pipeline import LayoutChanged, OpenMedia, open_media
+from preprocess.pipeline import open_media
+from preprocess.pool_source import LocalMedia, Outlet, Put, Source, collect, memory_errors
 from preprocess.types import (
     MediaKey,
-    MediaLayout,
     MediaOptions,
-    MediaPart,
-    MelFrames,
     Modality,
-    Pixels,
     PreparedMedia,
 )
 from preprocess.watch import Watch
 
 _T = TypeVar("_T")
-_POLL_S: Final = 0.1
 _WARM_UP_S: Final = 120.0
-
-Put = Callable[[MediaPart], Awaitable[None]]
 
 
 class MediaChanged(Exception):
     """Damage made another choice of frames necessary. The medium's attributes describe the new one; parts handed over
     so far are void. Decode again. Happens a few times at most."""
-
-
-class _Source(Protocol):
-    """An open medium, wherever it is. Blocking."""
-
-    key: MediaKey
-
-    @property
-    def layout(self) -> MediaLayout: ...
-    @property
-    def mel(self) -> MelFrames | None: ...
-    @property
-    def warnings(self) -> tuple[str, ...]: ...
-    def decode(self, submit: Submit, *, patches_per_part: int | None, raw: bool, watch: Watch) -> bool:
-        """False when the medium has changed and must be decoded again."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class PooledMedia:
@@ -81,7 +56,7 @@ class PooledMedia:
     In processes mode it holds one of the pool's workers from `open` to `close`.
     """
 
-    def __init__(self, source: _Source, watch: Watch) -> None:
+    def __init__(self, source: Source, watch: Watch) -> None:
         self.source = source
         self.watch = watch
         self.busy = False
@@ -189,7 +164,7 @@ class DecodePool:
         def call() -> PreparedMedia:
             source = self._open(content, modality, options, config, key, watch, announce=False)
             try:
-                return _collect(source, watch)
+                return collect(source, watch)
             finally:
                 # A crew thread may still decode the sound of what failed.
                 watch.abandon()
@@ -220,7 +195,7 @@ class DecodePool:
             nonlocal opened
             source = self._open(content, modality, options, config, key, watch, announce=True)
             try:
-                with _memory_errors():
+                with memory_errors():
                     medium = PooledMedia(source, watch)
             except BaseException:
                 watch.abandon()
@@ -258,7 +233,7 @@ class DecodePool:
         if medium.closed or medium.busy:
             raise ValueError("the medium is closed, or being decoded already")
         watch = medium.watch
-        outlet = _Outlet(put, asyncio.get_running_loop())
+        outlet = Outlet(put, asyncio.get_running_loop())
 
         def call() -> bool:
             return medium.source.decode(outlet.submit, patches_per_part=patches_per_part, raw=raw, watch=watch)
@@ -382,7 +357,7 @@ class DecodePool:
         watch: Watch,
         *,
         announce: bool,
-    ) -> _Source:
+    ) -> Source:
         if self._nursery is not None:
             return IsolatedMedia.open(
                 self._nursery,
@@ -394,8 +369,8 @@ class DecodePool:
                 watch=watch,
                 announce=announce,
             )
-        with _memory_errors():
-            return _LocalMedia(
+        with memory_errors():
+            return LocalMedia(
                 open_media(
                     content,
                     modality=modality,
@@ -406,100 +381,3 @@ class DecodePool:
                     check_deadline=watch.check,
                 )
             )
-
-
-class _LocalMedia:
-    """A medium that is decoded by threads of this process."""
-
-    def __init__(self, opened: OpenMedia) -> None:
-        self._opened = opened
-        self.key = opened.key
-
-    @property
-    def layout(self) -> MediaLayout:
-        return self._opened.layout
-
-    @property
-    def mel(self) -> MelFrames | None:
-        return self._opened.mel
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        return self._opened.warnings
-
-    def decode(self, submit: Submit, *, patches_per_part: int | None, raw: bool, watch: Watch) -> bool:
-        def put(part: MediaPart) -> None:
-            taken = submit(part)
-            while not concurrent.futures.wait([taken], timeout=_POLL_S).done:
-                watch.check()
-            taken.result()
-
-        with _memory_errors():
-            try:
-                self._opened.decode(put, patches_per_part=patches_per_part, raw=raw)
-            except LayoutChanged as change:
-                self._opened = change.opened
-                return False
-        return True
-
-    def close(self) -> None:
-        """Nothing to do: the memory goes with the object."""
-
-
-class _Outlet:
-    """Carries parts from decoder threads to a coroutine function on the loop, until it is closed."""
-
-    def __init__(self, put: Put, loop: asyncio.AbstractEventLoop) -> None:
-        self._put = put
-        self._loop = loop
-        self._closed = False
-        self._puts: set[asyncio.Task[None]] = set()
-
-    def submit(self, part: MediaPart) -> Future[None]:
-        """From any thread."""
-        return asyncio.run_coroutine_threadsafe(self._deliver(part), self._loop)
-
-    async def _deliver(self, part: MediaPart) -> None:
-        if self._closed:
-            raise DecoderUnavailable("decoding was given up: nobody waits for it")
-        task = asyncio.current_task()
-        assert task is not None, "run as a task"
-        self._puts.add(task)
-        try:
-            await self._put(part)
-        finally:
-            self._puts.discard(task)
-
-    async def close(self) -> None:
-        """No `put` begins after this, and none is under way."""
-        self._closed = True
-        puts = list(self._puts)
-        for task in puts:
-            task.cancel()
-        await asyncio.gather(*puts, return_exceptions=True)
-
-
-def _collect(source: _Source, watch: Watch) -> PreparedMedia:
-    parts: list[MediaPart] = []
-
-    def submit(part: MediaPart) -> Future[None]:
-        parts.append(part)
-        taken: Future[None] = Future()
-        taken.set_result(None)
-        return taken
-
-    while not source.decode(submit, patches_per_part=None, raw=False, watch=watch):
-        parts.clear()
-    patches = parts[0].pictures if parts else None
-    assert not isinstance(patches, Pixels), "patches were asked for"
-    return PreparedMedia(
-        key=source.key, layout=source.layout, patches=patches, mel=source.mel, warnings=source.warnings
-    )
-
-
-@contextlib.contextmanager
-def _memory_errors() -> Iterator[None]:
-    try:
-        yield
-    except MemoryError as error:
-        raise MediaTooLarge("decoding needs more memory than there is") from error

@@ -2,6 +2,7 @@
 
     media          one medium that is open in a worker, as the pool sees it
     nursery        starts, keeps and replaces workers
+    worker         one worker, as the pool sees it
     child          what runs in the processes themselves
     wire           the messages between them
     shared_arrays  the memory between them

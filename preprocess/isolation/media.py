@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final, NoReturn
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from preprocess import errors
 from preprocess.config import ProcessorConfig
 from preprocess.errors import DecoderCrashed, MediaError, MediaInvalid, MediaTooLarge
-from preprocess.isolation.nursery import Nursery, Worker, describe_exit
+from preprocess.isolation.nursery import Nursery
 from preprocess.isolation.shared_arrays import Handover, put_bytes
 from preprocess.isolation.wire import (
     Broke,
@@ -33,6 +32,8 @@ from preprocess.isolation.wire import (
     Ready,
     Refused,
 )
+from preprocess.isolation.worker import Worker, describe_exit
+from preprocess.pool_source import Submit
 from preprocess.types import MediaKey, MediaLayout, MediaOptions, MediaPart, MelFrames, Modality, Patches, Pixels
 from preprocess.watch import Watch
 
@@ -41,8 +42,6 @@ logger = logging.getLogger(__name__)
 _WATCH_PERIOD_S: Final = 0.02
 _GRACE_S: Final = 0.5
 """A worker that checks its own deadline ends in order within this; then it is killed."""
-
-Submit = Callable[[MediaPart], "Future[None]"]
 
 
 class IsolatedMedia:

@@ -1,17 +1,13 @@
 """Worker processes: how they are started, kept ready, taken, given back and replaced.
 
-    Worker   one process: its socket, its pidfd, its memory
-    Nursery  starts the process that forks workers (`preprocess.isolation.child`), and keeps the idle ones
-
-Everything here blocks and belongs on a pool's threads.
+The nursery's own process forks them (`preprocess.isolation.child`). Everything here blocks and belongs on threads of
+the pool.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import select
-import signal
 import socket
 import subprocess
 import sys
@@ -19,27 +15,24 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
-from numpy.typing import NDArray
 
 from preprocess.config import DecodeSettings
 from preprocess.errors import DecoderUnavailable, MediaError
-from preprocess.isolation.shared_arrays import Handover, Reader
 from preprocess.isolation.wire import (
     Born,
     Channel,
     Fork,
     FromNursery,
     FromWorker,
-    GiveBack,
     Gone,
     Hangup,
     Ready,
-    Taken,
     Warm,
 )
+from preprocess.isolation.worker import Worker, describe_exit, readable
 from preprocess.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -49,118 +42,10 @@ _SETTLING_S: Final = 5.0
 """For an idle worker to free its last medium, and for a newborn one to say its first word."""
 _FAREWELL_S: Final = 2.0
 """To hear from the nursery how a worker ended."""
-_LAST_WORDS_BYTES: Final = 16 * 1024
 _FIRST_PAUSE_S: Final = 0.25
 _MAX_PAUSE_S: Final = 30.0
-_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 # Threads of these libraries would stand in the nursery's way: it may only fork while it has one thread.
 _ONE_THREAD: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-
-
-class Worker:
-    """One worker process. Used by one thread at a time, but for `acknowledge` and `kill`."""
-
-    def __init__(
-        self, number: int, channel: Channel[FromWorker], pidfd: int, pid: int, *, max_spare_bytes: int
-    ) -> None:
-        self.number = number
-        self.pid = pid
-        self.num_items = 0
-        self.first_rss_bytes = 0
-        self.rss_bytes = 0
-        self.ready = False
-        self._channel = channel
-        self._reader = Reader(max_spare_bytes=max_spare_bytes)
-        self._pidfd = pidfd
-        self._last_words: int | None = None
-        self._closing = threading.Lock()
-        self._closed = False
-
-    def settle(self, ready: Ready) -> None:
-        """Notes that the worker is idle. Raises Hangup."""
-        self.ready = True
-        self.rss_bytes = ready.rss_bytes
-        if self.num_items == 0:
-            self.first_rss_bytes = ready.rss_bytes
-            self._last_words = self._channel.take_fd()
-
-    def last_words(self) -> str:
-        """Python's stack at the crash, innermost first, if there is one."""
-        if self._last_words is None:
-            return ""
-        text = os.pread(self._last_words, _LAST_WORDS_BYTES, 0).decode(errors="replace")
-        return text.partition("Extension modules:")[0].strip()
-
-    def send(self, message: msgspec.Struct, fd: int | None = None) -> None:
-        """Raises Hangup."""
-        kept, dropped = self._reader.given_back()
-        if kept or dropped:
-            self._channel.send(GiveBack(kept=kept, dropped=dropped))
-        self._channel.send(message, fd)
-
-    def receive(self, timeout_s: float) -> FromWorker | None:
-        """The next message if it comes in time. Raises Hangup."""
-        message = self._channel.buffered()
-        stop_s = time.monotonic() + timeout_s
-        while message is None:
-            if not _readable(self._channel.fileno(), max(0.0, stop_s - time.monotonic())):
-                return None
-            message = self._channel.receive()
-        return message
-
-    def take_arrays(self, handover: Handover) -> tuple[NDArray[Any], ...]:
-        """What came with the message just received. Raises Hangup, or ValueError when it cannot be."""
-        if not handover.fresh:
-            return self._reader.take(handover, None)
-        fd = self._channel.take_fd()
-        try:
-            return self._reader.take(handover, fd)
-        finally:
-            os.close(fd)
-
-    @property
-    def alive(self) -> bool:
-        """Whether the process still runs."""
-        return not _readable(self._pidfd, 0.0)
-
-    def private_bytes(self) -> int:
-        """Memory held for itself, now; 0 once the process is gone."""
-        try:
-            _, resident, shared = Path(f"/proc/{self.pid}/statm").read_text().split()[:3]
-        except (OSError, ValueError):
-            return 0
-        return (int(resident) - int(shared)) * _PAGE_BYTES
-
-    def acknowledge(self, number: int) -> None:
-        """Tells that a part was taken, if there is anyone to tell."""
-        with self._closing:
-            if self._closed:
-                return
-            try:
-                self._channel.send(Taken(number=number))
-            except Hangup:
-                # Found by the thread that receives, which also knows what to say about it.
-                return
-
-    def kill(self) -> None:
-        """Ends the process at once. Through its pidfd: a pid may be another's by now."""
-        with self._closing:
-            if not self._closed:
-                try:
-                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-                except ProcessLookupError:
-                    return
-
-    def close(self) -> None:
-        """Hangs up, on which a sound worker ends by itself."""
-        with self._closing:
-            if not self._closed:
-                self._closed = True
-                self._channel.close()
-                self._reader.close()
-                os.close(self._pidfd)
-                if self._last_words is not None:
-                    os.close(self._last_words)
 
 
 class Nursery:
@@ -376,7 +261,7 @@ class Nursery:
         if control is None:
             raise Hangup("the nursery is gone")
         message = control.buffered()
-        if message is None and _readable(control.fileno(), timeout_s):
+        if message is None and readable(control.fileno(), timeout_s):
             message = control.receive()
         match message:
             case Warm():
@@ -410,22 +295,3 @@ class Nursery:
                 raise DecoderUnavailable("decode workers fail to start; see the log")
             time.sleep(min(pause_s, _WATCH_PERIOD_S))
             watch.check()
-
-
-def _readable(fd: int, timeout_s: float) -> bool:
-    """Polls: `select` knows no descriptors above 1023, and a server has many."""
-    poller = select.poll()
-    poller.register(fd, select.POLLIN)
-    return bool(poller.poll(timeout_s * 1000))
-
-
-def describe_exit(status: int | None) -> str:
-    """An exit status in words."""
-    if status is None:
-        return "for a reason unknown"
-    if status < 0:
-        try:
-            return f"killed by {signal.Signals(-status).name}"
-        except ValueError:
-            return f"killed by signal {-status}"
-    return f"exit status {status}"

@@ -308,19 +308,24 @@ async def test_threads_do_not_disturb_each_other(tiny: ProcessorConfig) -> None:
         np.testing.assert_array_equal(other.mel.log_mel, first.mel.log_mel)
 
 
-async def test_closing_ends_what_runs(tiny: ProcessorConfig) -> None:
-    content = make_video(200, size=(240, 320), corner=True)
+async def test_closing_ends_what_runs(tiny: ProcessorConfig, clip: bytes) -> None:
     for mode in MODES:
         pool = DecodePool(DecodeSettings(num_threads=1, isolation=mode))
         await pool.warm_up()
-        running = asyncio.create_task(
-            pool.prepare(content, modality=Modality.VIDEO, options=MediaOptions(), config=tiny, key=KEY)
-        )
-        await asyncio.sleep(0.05)
-        assert pool.num_pending == 1
-        pool.close()
-        with pytest.raises(MediaError):
-            await running
+        begun = asyncio.Event()
+
+        async def put(part: MediaPart, begun: asyncio.Event = begun) -> None:
+            begun.set()
+            await asyncio.sleep(3600)
+
+        with await opened(pool, clip, tiny) as medium:
+            decoding = asyncio.create_task(pool.decode(medium, put, patches_per_part=1))
+            await begun.wait()
+            pool.close()
+            with pytest.raises(MediaError):
+                await decoding
+        with pytest.raises(MediaError, match="closed"):
+            await opened(pool, clip, tiny)
 
 
 async def test_nothing_grows_over_2000_media(pool: DecodePool, tiny: ProcessorConfig) -> None:
