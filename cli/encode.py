@@ -116,6 +116,8 @@ def _run(
         encoder = LocalEncoder(model_dir, EncoderConfig(video_backend=video_backend), threads=threads)
     except BackendUnavailable as error:
         raise ConfigError(str(error)) from error
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{model_dir}: {error}") from error
     done = _encode_all(encoder, inputs, options, quiet=as_json)
     if done.tensors:
         _write(target, done.tensors, {name: json.dumps({"model": model_name} | e) for name, e in done.metadata.items()})

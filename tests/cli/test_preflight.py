@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from typer.testing import CliRunner
 
+from cli.app import app
 from cli.load import BUILTIN_MODELS, ConfigError, load
 from cli.preflight import check_deployment
 from encoder.checkpoint import INDEX_FILE
@@ -155,3 +157,14 @@ def test_serve_says_it_in_one_line_before_anything_runs(model_dir: Path, tmp_pat
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"mimo: {model_dir}/chat_template.jinja: chat template, line 1:")
     assert not list(tmp_path.glob("mimo-*"))
+
+
+def test_encode_says_it_in_one_line_too(model_dir: Path) -> None:
+    configure(model_dir, "vision_config", patch_size=0)
+    with pytest.raises(
+        ConfigError, match=r"nano: vision_config\.patch_size is 0; supported: an integer from 1"
+    ) as refused:
+        CliRunner().invoke(
+            app, ["encode", "--model", str(model_dir), str(ROOT / "samples" / "picture.png")], catch_exceptions=False
+        )
+    assert "\n" not in str(refused.value)
