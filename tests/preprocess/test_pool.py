@@ -216,6 +216,7 @@ async def test_damage_changes_the_layout(pool: DecodePool, tiny: ProcessorConfig
                 break
             except MediaChanged:
                 changes += 1
+        assert changes > 0
         assert medium.layout == plain.layout
         assert medium.warnings == plain.warnings
     whole_rows = np.concatenate([rows[first] for first in sorted(rows)])
