@@ -9,7 +9,8 @@ it could not decode, for which it would repeat another, is an error. Cost: a who
 per group.
 
 Refused, with the reason: all but MP4 and Matroska, AV1, edit lists, damage, mirrored or transparent pictures, several
-video streams. A picture that changes its size on the way comes scaled to the first one's.
+video streams, Matroska of a few frames (for which it has no times) or without a length. A picture that changes its size
+on the way comes scaled to the first one's.
 """
 
 from __future__ import annotations
