@@ -31,10 +31,21 @@ class Clip:
     height: int
     gop: int
     crf: int = 25
+    last_frames_off: int = 0
+    """Frames by which the clip is shorter than it says."""
 
     @property
     def name(self) -> str:
-        return f"clip{_VERSION}-{self.width}x{self.height}-{self.duration_s}s-gop{self.gop}-crf{self.crf}.mp4"
+        length = f"{self.duration_s}s" + (f"-{self.last_frames_off}" if self.last_frames_off else "")
+        return f"clip{_VERSION}-{self.width}x{self.height}-{length}-gop{self.gop}-crf{self.crf}.mp4"
+
+    @property
+    def rate_fps(self) -> float:
+        return float(_RATE)
+
+    @property
+    def num_frames(self) -> int:
+        return self.duration_s * _RATE - self.last_frames_off
 
     def path(self, cache_dir: Path, bars: Bars) -> Path:
         """The file, made if it is not there. Takes minutes for ten minutes of 720p."""
@@ -106,7 +117,7 @@ def _kept(path: Path, make: Callable[[Path], object]) -> Path:
 def _write_clip(clip: Clip, path: Path, *, bars: Bars) -> None:
     import av
 
-    num_frames = clip.duration_s * _RATE
+    num_frames = clip.num_frames
     bars.begin(f"making {clip.name}", num_frames)
     with av.open(str(path), mode="w", format="mp4") as output:
         options = {

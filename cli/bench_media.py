@@ -2,15 +2,9 @@
 
 import asyncio
 import io
-import json
-import multiprocessing
-import shutil
-import subprocess
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 from cli import bench_plain
-from cli.bench_case import Bars, BenchFailed, Case, Contender, Contest, Setting, timed
-from cli.bench_inputs import Clip, LongClip, pictures, song
+from cli.bench_case import Bars, Case, Contest, Setting, timed
+from cli.bench_inputs import pictures, song
 from cli.bench_server import slow_server
-from cli.load import CONFIGS
+from cli.bench_video import VIDEO_CASES, processor
 from preprocess.config import DecodeSettings, FetchLimits, ProcessorConfig
 from preprocess.types import MediaKey, MediaOptions, MediaSource, Modality
 
 if TYPE_CHECKING:
-    from preprocess.pipeline import OpenMedia
+    pass
 
 PACKAGES = ("av", "decord", "torch", "numpy", "pillow", "simplejpeg", "soundfile", "soxr", "aiohttp")
 """Whose versions matter for the figures."""
@@ -36,130 +30,6 @@ _ONE_FPS = MediaOptions(fps=1.0)
 _PATCHES_PER_PART = 16_384
 _MEMORY_BOUND_MB = 1536.0
 _KEY = MediaKey("0" * 32)
-
-
-def processor() -> ProcessorConfig:
-    """MiMo-V2.5's, as published."""
-    return ProcessorConfig.from_hf(json.loads((CONFIGS / "models" / "mimo-v2.5" / "config.json").read_text()))
-
-
-# Video
-
-
-def _clip(setting: Setting, gop: int) -> Clip:
-    if setting.quick:
-        return Clip(duration_s=10, width=320, height=180, gop=gop)
-    return Clip(duration_s=600, width=1280, height=720, gop=gop)
-
-
-@contextmanager
-def _video(
-    setting: Setting, bars: Bars, *, gop: int, plain: Callable[[Path, Sequence[int], int], int], raw: bool = False
-) -> Iterator[Contest]:
-    clip = _clip(setting, gop)
-    path = clip.path(setting.cache_dir, bars)
-    config = processor()
-    indices = _sampled_indices(clip, config)
-    num_sampled = _num_sampled(path, config)
-    if num_sampled != len(indices):
-        raise BenchFailed(f"{path.name}: {num_sampled} frames are sampled, the plain way takes {len(indices)}")
-    small = _clip(replace(setting, quick=True), gop).path(setting.cache_dir, bars)
-    _pairs_of(small, config, setting.num_threads, raw=raw)
-    plain(small, range(4), setting.num_threads)
-    yield Contest(
-        detail=f"{clip.duration_s} s of {clip.width} x {clip.height} H.264, a key frame every {gop} frames, "
-        f"{path.stat().st_size / 1e6:.1f} MB; {len(indices)} frames taken",
-        ours=timed(partial(_pairs_of, path, config, setting.num_threads, raw=raw)),
-        baseline=timed(partial(plain, path, indices, setting.num_threads)),
-        limit=_null_decode(path, setting.num_threads),
-    )
-
-
-def _sampled_indices(clip: Clip, config: ProcessorConfig) -> list[int]:
-    from preprocess.resize import frame_indices, num_sampled_frames
-
-    num_frames = clip.duration_s * 25
-    wanted = num_sampled_frames(num_frames, 25.0, config.video_budget(_ONE_FPS))
-    return [int(index) for index in frame_indices(num_frames, wanted)]
-
-
-def _num_sampled(path: Path, config: ProcessorConfig) -> int:
-    from preprocess.pipeline import open_media
-
-    content = path.read_bytes()
-    layout = open_media(content, modality=Modality.VIDEO, options=_ONE_FPS, config=config, key=_KEY).layout
-    return 0 if layout.grid_thw is None else 2 * layout.grid_thw[0]
-
-
-def _pairs_of(path: Path, config: ProcessorConfig, num_threads: int, *, raw: bool = False) -> int:
-    """From file to patches (decoded pictures when `raw`), part by part, each dropped as a tower would. Pairs seen."""
-    from preprocess.crew import Crew
-    from preprocess.pipeline import LayoutChanged, open_media
-
-    crew = Crew(num_threads - 1)
-    try:
-        content = path.read_bytes()
-        opened = open_media(content, modality=Modality.VIDEO, options=_ONE_FPS, config=config, key=_KEY, crew=crew)
-        while True:
-            try:
-                return _count_pairs(opened, raw=raw)
-            except LayoutChanged as change:
-                opened = change.opened
-    finally:
-        crew.close()
-
-
-def _count_pairs(opened: "OpenMedia", *, raw: bool) -> int:
-    pairs: list[int] = []
-    opened.decode(lambda part: pairs.append(part.pictures.grid_thw[0]), patches_per_part=_PATCHES_PER_PART, raw=raw)
-    return sum(pairs)
-
-
-def _null_decode(path: Path, num_threads: int) -> Contender | None:
-    """ffmpeg decoding every frame and doing nothing with it; None where there is no ffmpeg."""
-    ffmpeg = shutil.which("ffmpeg")
-    if ffmpeg is None:
-        return None
-    command = [ffmpeg, "-v", "error", "-nostdin", "-threads", str(num_threads), "-i", str(path)]
-    command += ["-map", "0:v:0", "-f", "null", "-"]
-
-    def run() -> None:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise BenchFailed(f"ffmpeg: {done.stderr.strip()[-300:] or f'exit code {done.returncode}'}")
-
-    return timed(run)
-
-
-@contextmanager
-def _video_memory(setting: Setting, bars: Bars) -> Iterator[Contest]:
-    # Under the 256 MB that a fetch may bring: the file itself is part of the memory.
-    clip = LongClip(replace(_clip(setting, 250), crf=33, duration_s=10 if setting.quick else 300), num_times=12)
-    path = clip.path(setting.cache_dir, bars)
-    yield Contest(
-        detail=f"{clip.duration_s} s of {clip.clip.width} x {clip.clip.height} at 1 fps; the file, "
-        f"{path.stat().st_size / 1e6:.0f} MB, is part of the memory",
-        ours=partial(_peak_mb_alone, path, setting.num_threads),
-        baseline=_MEMORY_BOUND_MB,
-    )
-
-
-def _peak_mb_alone(path: Path, num_threads: int) -> float:
-    """In a fresh process, whose peak is this work's."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        try:
-            return pool.submit(_peak_mb, path, num_threads).result()
-        except BrokenProcessPool as error:
-            raise BenchFailed(f"the process that decoded {path.name} died") from error
-
-
-def _peak_mb(path: Path, num_threads: int) -> float:
-    _pairs_of(path, processor(), num_threads)
-    for line in Path("/proc/self/status").read_text().splitlines():
-        # Not the rusage's figure: that one remembers the process before its exec.
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024 / 1e6
-    raise BenchFailed("the system does not tell the peak memory of a process")
 
 
 # Pictures
@@ -303,41 +173,8 @@ def _mel_of(path: Path, config: ProcessorConfig, num_threads: int) -> int:
         crew.close()
 
 
-_NULL_DECODE = "ffmpeg decoding every frame into nothing, same threads"
 CASES: tuple[Case, ...] = (
-    Case(
-        name="media.video_gop250_1fps",
-        unit="s",
-        ours="file to patches, one frame a second",
-        baseline="decord get_batch of the same frames, same threads, decoded only and not turned into patches",
-        limit=_NULL_DECODE,
-        open=partial(_video, gop=250, plain=bench_plain.decord_frames),
-    ),
-    Case(
-        name="media.video_gop250_1fps_decode",
-        unit="s",
-        ours="file to decoded pictures, one frame a second: what a device takes that resizes by itself",
-        baseline="decord get_batch of the same frames, same threads",
-        limit=_NULL_DECODE,
-        open=partial(_video, gop=250, plain=bench_plain.decord_frames, raw=True),
-    ),
-    Case(
-        name="media.video_gop25_1fps",
-        unit="s",
-        ours="file to patches, one frame a second",
-        baseline="PyAV decoding from the beginning, same threads, wanted frames to RGB and not turned into patches",
-        limit=_NULL_DECODE,
-        open=partial(_video, gop=25, plain=bench_plain.scanned_frames),
-    ),
-    Case(
-        name="media.video_1h_memory",
-        unit="MB",
-        ours="peak resident memory of a fresh process, file to patches part by part",
-        baseline="the bound of 1536 MB",
-        limit="none",
-        open=_video_memory,
-        max_runs=1,
-    ),
+    *VIDEO_CASES,
     Case(
         name="media.jpeg12mp_batch64",
         unit="s",

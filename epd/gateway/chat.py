@@ -20,7 +20,7 @@ from epd.gateway.detokenize import Detokenizer, StopStrings
 from epd.gateway.generation import End, Generation, Tokens
 from epd.gateway.media import MediaSet, MediaStage
 from epd.gateway.metrics import GatewayMetrics
-from epd.gateway.render import AssembledPrompt, Prompt, Renderer, fit_answer
+from epd.gateway.render import AssembledPrompt, Prompt, Renderer, context_words, fit_answer
 from epd.gateway.reply import AnswerEnd, AnswerPart, finish_reason
 from epd.gateway.schema import ChatBody
 from epd.gateway.toolcalls import ToolCall
@@ -104,8 +104,8 @@ class ChatService:
         """Raises ContextTooLong before anything is fetched when the text alone is too long already."""
         if prompt.num_text_tokens >= self.max_context_tokens:
             raise ContextTooLong(
-                f"the text of the prompt has {prompt.num_text_tokens} tokens; this model's context is "
-                f"{self.max_context_tokens} tokens, answer included",
+                f"the text of the prompt has {prompt.num_text_tokens} tokens; "
+                f"{context_words(self.max_context_tokens, self.renderer.max_context_tokens)}, answer included",
                 param="messages",
             )
 
@@ -130,6 +130,7 @@ class ChatService:
                 asked=body.token_limit,
                 default=self.config.default_max_tokens,
                 max_context_tokens=self.max_context_tokens,
+                model_context_tokens=self.renderer.max_context_tokens,
             ),
             temperature=defaults.temperature if body.temperature is None else body.temperature,
             top_p=defaults.top_p if body.top_p is None else body.top_p,

@@ -134,7 +134,7 @@ def _named(declared: object) -> dict[str, str]:
 
 def _read_json(path: Path) -> Mapping[str, Any]:
     """Empty when there is no such file."""
-    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    content = json.loads(path.read_text(encoding="utf-8-sig")) if path.exists() else {}
     if not isinstance(content, Mapping):
         raise ValueError(f"{path.name} is no JSON object")
     return content
