@@ -31,16 +31,17 @@ class FirstLook:
     def of(cls, frame: Any) -> Self:
         """Of a frame as the decoder gives it."""
         pixels = upright_rgb(frame)
-        return cls((pixels.shape[0], pixels.shape[1]), _mean_colours(pixels), _oddity(frame))
+        return cls((pixels.shape[0], pixels.shape[1]), mean_colours(pixels), _oddity(frame))
 
     def resembles(self, pixels: NDArray[np.uint8]) -> bool:
         """Whether [H, W, 3] is the same picture, but for the rounding of another scaler."""
         if pixels.shape[:2] != self.size:
             return False
-        return bool(np.abs(_mean_colours(pixels) - self.cells).mean() <= _MAX_DIFFERENCE)
+        return bool(np.abs(mean_colours(pixels) - self.cells).mean() <= _MAX_DIFFERENCE)
 
 
-def _mean_colours(pixels: NDArray[np.uint8]) -> NDArray[np.float64]:
+def mean_colours(pixels: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """[8, 8, 3], or fewer, of a picture [H, W, 3]."""
     height, width = pixels.shape[:2]
     rows = np.linspace(0, height, min(_CELLS, height), endpoint=False).astype(np.int64)
     columns = np.linspace(0, width, min(_CELLS, width), endpoint=False).astype(np.int64)
