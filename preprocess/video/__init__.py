@@ -5,6 +5,8 @@
     plan      which packets are needed, cut into tasks (pure); `bitstream` proves where decoding can start
     planned   several decoders at work on the tasks; `references` tells which pictures of H.264 they can leave out
     scan      frames by decoding from the start, where no plan can be trusted
+    torchcodec, decord  other libraries that may be chosen; `guests` says which files they get, `look` what a first
+              frame must look like, `backends` whether they work here
     animation frames of an animated WebP
     parts     frames to parts, with back pressure
 
