@@ -103,7 +103,7 @@ class MediaOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         if self.min_frames is not None and self.min_frames == self.max_frames and self.min_frames % TEMPORAL_PATCH_SIZE:
             raise OptionInvalid(
                 "min_frames",
-                f"min_frames and max_frames are both {self.min_frames}; frames come in pairs, allowed is an even number",
+                f"min_frames and max_frames are both {self.min_frames}; frames come in pairs, allowed is even",
             )
         self._check_detail()
 
