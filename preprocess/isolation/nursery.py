@@ -102,7 +102,8 @@ class Nursery:
                 worker = self._idle.pop() if self._idle else None
             if worker is None:
                 worker = self._fork(watch)
-            if not worker.alive:
+            if self._orphaned() or not worker.alive:
+                worker.kill()
                 self._mourn(worker)
             elif worker.ready or self._settle(worker, watch):
                 worker.ready = False
@@ -174,6 +175,11 @@ class Nursery:
             self.retire(worker)
             return False
         return True
+
+    def _orphaned(self) -> bool:
+        """Whether the nursery process is gone. Its workers follow it, if not in the same moment."""
+        process = self._process
+        return process is None or process.poll() is not None
 
     def _mourn(self, worker: Worker) -> None:
         """A worker that ended while it had nothing to do. Newborns that do so are a fault of the machine: pause."""

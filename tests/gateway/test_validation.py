@@ -228,7 +228,7 @@ def test_a_hostile_body_is_judged_quickly(name: str) -> None:
     with pytest.raises(InvalidRequest):
         read_chat_body(raw, LIMITS)
     # Seconds without the bounds.
-    assert time.process_time() - started_s < 0.5
+    assert time.process_time() - started_s < 1.0
 
 
 def test_more_commas_than_any_conversation_has() -> None:
