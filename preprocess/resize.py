@@ -5,6 +5,8 @@ Follows the published processor step for step, Python's half-to-even `round` inc
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from typing import Final
 
@@ -100,7 +102,7 @@ def choose_frames(
     `times_s` [num_frames] is when each frame is shown, ascending from 0, or None if that is not known. Where frames
     come at an even rate (no time is off its place by more than a frame's length), or nothing is known, the published
     rule: evenly spread indices, timestamps index / rate. Elsewhere evenly spread times, of each the frame that is
-    shown then, once; timestamps are the frames' own.
+    shown then; where several fall on one frame, others make up the number. Timestamps are the frames' own.
     """
     numbers = np.arange(num_frames)
     if times_s is None or bool((np.abs(times_s * rate_fps - numbers) <= _MAX_FRAMES_OFF).all()):
@@ -108,9 +110,41 @@ def choose_frames(
         return indices, indices.astype(np.float32) / np.float32(rate_fps)
     # The last frame is taken to be shown as long as the average one before it.
     real_rate_fps = (num_frames - 1) / float(times_s[-1])
-    moments_s = np.linspace(0.0, float(times_s[-1]), num_sampled_frames(num_frames, real_rate_fps, budget))
+    num_wanted = num_sampled_frames(num_frames, real_rate_fps, budget)
+    moments_s = np.linspace(0.0, float(times_s[-1]), num_wanted)
     indices = np.unique(np.searchsorted(times_s, moments_s, side="right") - 1).astype(np.int64)
+    indices = _made_up(indices, times_s, num_wanted)
     return indices, times_s[indices].astype(np.float32)
+
+
+def _made_up(indices: NDArray[np.int64], times_s: NDArray[np.float64], num_wanted: int) -> NDArray[np.int64]:
+    """`num_wanted` indices, ascending: those given, the first and the last frame among them, and others between them.
+
+    Each new one is the frame furthest in time from all that are chosen, of equals the earliest.
+    """
+    chosen = indices.tolist()
+    gaps: list[tuple[float, int, int, int]] = []
+    for before, after in itertools.pairwise(chosen):
+        _note_gap(gaps, times_s, before, after)
+    while len(chosen) < num_wanted:
+        _, middle, before, after = heapq.heappop(gaps)
+        chosen.append(middle)
+        _note_gap(gaps, times_s, before, middle)
+        _note_gap(gaps, times_s, middle, after)
+    return np.array(sorted(chosen), dtype=np.int64)
+
+
+def _note_gap(gaps: list[tuple[float, int, int, int]], times_s: NDArray[np.float64], before: int, after: int) -> None:
+    """Puts the frame furthest from both ends on the heap, by its distance; nothing where no frame lies between."""
+    if after - before < 2:
+        return
+    start_s, end_s = float(times_s[before]), float(times_s[after])
+    above = int(np.searchsorted(times_s, (start_s + end_s) / 2))
+    candidates = sorted({min(max(frame, before + 1), after - 1) for frame in (above - 1, above)})
+    distance_s, middle = max(
+        (min(float(times_s[frame]) - start_s, end_s - float(times_s[frame])), -frame) for frame in candidates
+    )
+    heapq.heappush(gaps, (-distance_s, -middle, before, after))
 
 
 def frame_max_pixels(num_frames: int, budget: VideoBudget) -> int:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import time
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from preprocess import MediaInvalid, MediaUndecodable
 from preprocess.config import VideoBudget
@@ -116,12 +120,70 @@ def test_uneven_frames_are_chosen_by_time(gaps_s: list[float], fps: float) -> No
     # As many moments as the length asks for, evenly spread; of each the last frame that is not after it.
     num_moments = num_sampled_frames(num_frames, (num_frames - 1) / times_s[-1], budget_of(fps))
     shown = {max(i for i in range(num_frames) if times_s[i] <= t) for t in np.linspace(0, times_s[-1], num_moments)}
-    assert set(indices.tolist()) == shown
+    assert len(indices) == num_moments
+    assert indices.tolist() == spread_out(times_s, shown, num_moments)
 
 
-def test_a_long_pause_is_not_filled_with_its_neighbours() -> None:
+def spread_out(times_s: NDArray[np.float64], chosen: set[int], num_wanted: int) -> list[int]:
+    """With the frame added that is furthest in time from those chosen, the earliest of several, until enough are."""
+    chosen = set(chosen)
+    while len(chosen) < num_wanted:
+
+        def distance_s(frame: int) -> float:
+            return min(abs(float(times_s[frame] - times_s[other])) for other in chosen)
+
+        chosen.add(max(sorted(set(range(len(times_s))) - chosen), key=distance_s))
+    return sorted(chosen)
+
+
+# Two frames a second for ten, then thirty a second for two, as a screen recorder writes.
+RECORDED_S = np.array([*np.arange(20) * 0.5, *(10 + np.arange(60) / 30)])
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_wanted"),
+    [
+        ({"fps": 1.0}, 12),
+        ({"fps": 2.0}, 24),
+        ({"fps": 5.0}, 60),
+        ({"fps": 10.0}, 80),
+        ({"fps": 10.0, "max_frames": 40}, 40),
+        ({"fps": 0.5, "min_frames": 60}, 60),
+        ({"num_frames": 40}, 40),
+        ({"num_frames": 78}, 78),
+        ({"num_frames": 500}, 80),
+    ],
+)
+def test_uneven_clips_give_as_many_frames_as_asked(asked: dict[str, Any], num_wanted: int) -> None:
+    budget = replace(budget_of(1.0), **asked)
+    indices, chosen_s = choose_frames(len(RECORDED_S), 30.0, RECORDED_S, budget)
+    assert len(set(indices.tolist())) == len(indices) == num_wanted
+    assert (np.diff(chosen_s) > 0).all()
+    again, _ = choose_frames(len(RECORDED_S), 30.0, RECORDED_S, budget)
+    np.testing.assert_array_equal(indices, again)
+
+
+def test_a_frame_every_tenth_of_a_second_is_there_where_the_file_has_them() -> None:
+    # Of 1,000 pictures in the last ten of twenty seconds, those asked for; the still before them has one each second.
+    times_s = np.array([*np.arange(10), *(10 + np.arange(1000) / 100)])
+    _, chosen_s = choose_frames(len(times_s), 100.0, times_s, replace(budget_of(1.0), fps=10.0))
+    assert len(chosen_s) == 200
+    assert float(np.diff(chosen_s[chosen_s >= 10]).max()) <= 0.11
+
+
+def test_many_frames_are_made_up_quickly() -> None:
+    times_s = np.concatenate([[0.0], 7000 + np.arange(150_000) / 100])
+    start_s = time.perf_counter()
+    indices, _ = choose_frames(len(times_s), 30.0, times_s, replace(budget_of(1.0), num_frames=3600, max_frames=3600))
+    assert len(indices) == 3600
+    assert time.perf_counter() - start_s < 2
+
+
+def test_a_long_pause_takes_no_moments_from_what_comes_after_it() -> None:
     # Ten frames in the first second, then one each ten seconds: by index, all but a few would be of the first second.
     times_s = np.array([*np.arange(10) / 10, 10, 20, 30, 40, 50])
     indices, chosen_s = choose_frames(15, 0.3, times_s, budget_of(0.2))
-    assert indices.tolist() == [0, 9, 10, 11, 12, 13, 14]
-    assert chosen_s.tolist() == pytest.approx([0, 0.9, 10, 20, 30, 40, 50])
+    # Ten moments fall on seven frames; three of the first second, as far apart as may be, make up for it.
+    assert indices.tolist() == spread_out(times_s, {0, 9, 10, 11, 12, 13, 14}, 10)
+    assert {0, 9, 10, 11, 12, 13, 14} < set(indices.tolist())
+    assert chosen_s.tolist() == pytest.approx(times_s[indices].tolist())

@@ -46,9 +46,16 @@ def evenly(num_frames: int, rate_fps: float | Fraction = 10, wanted: int = 8, *,
 
 
 def by_time(times_s: Sequence[float], wanted: int = 8) -> dict[str, Any]:
-    """The same of a clip with an uneven rate: moments spread evenly from first frame to last, the frame then shown."""
+    """The same of a clip with an uneven rate: moments spread evenly from first frame to last, the frame then shown.
+
+    Where that gives too few, those furthest in time from all others are added, one by one.
+    """
+    wanted = min(wanted, len(times_s)) // 2 * 2
     moments = np.linspace(0, times_s[-1], wanted)
     numbers = sorted({max(number for number, shown in enumerate(times_s) if shown <= at + 1e-9) for at in moments})
+    while len(numbers) < wanted:
+        apart_s = [round(min(abs(shown - times_s[number]) for number in numbers), 6) for shown in times_s]
+        numbers = sorted([*numbers, apart_s.index(max(apart_s))])
     return {"numbers": tuple(numbers), "times_s": tuple(times_s[number] for number in numbers)}
 
 
