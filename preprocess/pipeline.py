@@ -172,19 +172,18 @@ def open_media(
             image = _open_image(content, options, config)
         case Modality.VIDEO:
             budget = config.video_budget(options)
+            video = open_video(
+                content,
+                budget=budget,
+                limits=config.limits,
+                backend=config.video_backend,
+                check_deadline=check_deadline,
+            )
             if budget.use_audio is not False:
-                sound = crew.start(partial(_video_sound, content, config, budget.use_audio, check_deadline))
-            try:
-                video = open_video(
-                    content,
-                    budget=budget,
-                    limits=config.limits,
-                    backend=config.video_backend,
-                    check_deadline=check_deadline,
+                # After the pictures are looked at: the sound is placed by when the first is shown.
+                sound = crew.start(
+                    partial(_video_sound, content, config, budget.use_audio, video.index.start_s, check_deadline)
                 )
-            except BaseException:
-                sound.join()
-                raise
         case Modality.AUDIO:
             sound = NO_CREW.start(partial(_audio_sound, content, config, check_deadline))
             sound.result()
@@ -248,11 +247,15 @@ def _image_pictures(pixels: NDArray[np.uint8], height: int, width: int, raw: boo
 
 
 def _video_sound(
-    content: bytes, config: ProcessorConfig, use_audio: bool | None, check_deadline: Callable[[], None]
+    content: bytes,
+    config: ProcessorConfig,
+    use_audio: bool | None,
+    start_s: float | None,
+    check_deadline: Callable[[], None],
 ) -> Sound:
     mel, warnings = _SILENCE
     if not is_animated_webp(content):
-        mel, warnings = track_mel(content, config.audio, config.limits, check_deadline=check_deadline)
+        mel, warnings = track_mel(content, config.audio, config.limits, start_s=start_s, check_deadline=check_deadline)
     if mel is None and use_audio:
         raise MediaUndecodable(
             "use_audio is true, but the video has no audio track that decodes; leave it out or send false"

@@ -150,18 +150,31 @@ def audio_mel(
 
 
 def decode_track(
-    content: bytes, limits: DecodeLimits, *, check_deadline: Callable[[], None] = no_deadline
+    content: bytes,
+    limits: DecodeLimits,
+    *,
+    start_s: float | None = None,
+    check_deadline: Callable[[], None] = no_deadline,
 ) -> tuple[Waveform | None, tuple[str, ...]]:
-    """The audio track of a video and warnings; None when there is no track, or nothing of it decodes."""
-    sink, duration_s, warnings = _read_track(content, limits, check_deadline, WaveformSink())
+    """The audio track of a video and warnings; None when there is no track, or nothing of it decodes.
+
+    `start_s` is when the first picture is shown by the container's clock, which the sound is made to begin with: cut,
+    or behind silence. None: the sound begins with its first sample.
+    """
+    sink, duration_s, warnings = _read_track(content, limits, check_deadline, WaveformSink(), start_s)
     return (sink.waveform() if duration_s else None), warnings
 
 
 def track_mel(
-    content: bytes, budget: AudioBudget, limits: DecodeLimits, *, check_deadline: Callable[[], None] = no_deadline
+    content: bytes,
+    budget: AudioBudget,
+    limits: DecodeLimits,
+    *,
+    start_s: float | None = None,
+    check_deadline: Callable[[], None] = no_deadline,
 ) -> tuple[MelFrames | None, tuple[str, ...]]:
-    """Log-mel frames of a video's audio track and warnings; None when there is no track, or nothing of it decodes."""
-    sink, duration_s, warnings = _read_track(content, limits, check_deadline, MelSink(budget))
+    """Log-mel frames of a video's audio track and warnings, as `decode_track` without the waveform in between."""
+    sink, duration_s, warnings = _read_track(content, limits, check_deadline, MelSink(budget), start_s)
     if not duration_s:
         return None, warnings
     try:
@@ -212,18 +225,18 @@ def _sources(content: bytes, limits: DecodeLimits, check_deadline: Callable[[], 
     # RIFX is WAV with its numbers turned round, which FFmpeg plays as noise.
     if kind != "Ogg":
         if content[:4] != b"RIFX":
-            yield FfmpegSource(content, check_deadline)
+            yield FfmpegSource(content, limits, check_deadline)
         return
     if b"vorbis" in content[:256]:
         yield ChainSource(ogg_links(content), lambda link: SoundfileSource(link, limits, check_deadline))
-    yield ChainSource(ogg_links(content), lambda link: FfmpegSource(link, check_deadline))
+    yield ChainSource(ogg_links(content), lambda link: FfmpegSource(link, limits, check_deadline))
 
 
 def _read_track(
-    content: bytes, limits: DecodeLimits, check_deadline: Callable[[], None], sink: S
+    content: bytes, limits: DecodeLimits, check_deadline: Callable[[], None], sink: S, start_s: float | None
 ) -> tuple[S, float, tuple[str, ...]]:
     """The filled sink, seconds (0: there is no sound) and warnings."""
-    source, meter = FfmpegSource(content, check_deadline), Meter(limits)
+    source, meter = FfmpegSource(content, limits, check_deadline, start_s=start_s), Meter(limits)
     try:
         _pour(source, sink, meter)
     except NotFinite as error:

@@ -19,6 +19,7 @@ import soundfile
 from av.stream import Disposition
 
 from preprocess.audio.resample import Samples
+from preprocess.audio.timeline import Timeline
 from preprocess.config import DecodeLimits
 from preprocess.container import PacketReader, open_container, read_only
 from preprocess.errors import MediaTooLarge, MediaUndecodable, MediaUnsupported
@@ -152,12 +153,21 @@ class ChainSource:
 class FfmpegSource:
     """One audio track of a container: the one marked as default, else the first that has a decoder.
 
-    Priming and padding are cut as far as the container declares them. Packets that do not decode are skipped.
+    Priming and padding are cut as far as the container declares them. Packets that do not decode are skipped; silence
+    takes their place where the times of what follows tell. `start_s`: see Timeline.
     """
 
-    def __init__(self, content: bytes, check_deadline: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        content: bytes,
+        limits: DecodeLimits,
+        check_deadline: Callable[[], None],
+        *,
+        start_s: float | None = None,
+    ) -> None:
         self._content = content
         self._check_deadline = check_deadline
+        self._timeline = Timeline(start_s, limits.max_duration_s)
         self._num_bad_packets = 0
         self._damage: str | None = None
         self._has_track = False
@@ -170,7 +180,7 @@ class FfmpegSource:
             found.append(f"{self._num_bad_packets} damaged packets were skipped")
         if self._has_track and not self._has_sound:
             found.append("nothing of the track decodes; left out")
-        return tuple(f"audio: {warning}" for warning in found)
+        return tuple(f"audio: {warning}" for warning in (*found, *self._timeline.warnings))
 
     def pieces(self) -> Iterator[tuple[SoundForm, Samples]]:
         with open_container(self._content, "audio") as container:
@@ -186,8 +196,14 @@ class FfmpegSource:
                 frames = self._decode(stream, packet)
                 surplus.note(packet, frames)
                 for frame in frames:
-                    yield from self._told(queue.put(frame))
-            yield from self._told(queue.finish(surplus.num_samples()))
+                    offset_s = self._timeline.offset_s(frame)
+                    if offset_s > 0:
+                        yield from queue.put_silence(frame, offset_s)
+                    elif offset_s < 0:
+                        queue.leave_out(round(-offset_s * frame.sample_rate))
+                    self._has_sound = True
+                    yield from queue.put(frame)
+            yield from queue.finish(surplus.num_samples())
             self._damage = reader.damage
 
     def _packets(self, reader: PacketReader) -> Iterator[Any]:
@@ -208,11 +224,6 @@ class FfmpegSource:
         except (av.error.FFmpegError, ValueError):
             self._num_bad_packets += 1
             return []
-
-    def _told(self, pieces: Iterator[tuple[SoundForm, Samples]]) -> Iterator[tuple[SoundForm, Samples]]:
-        for form, samples_CN in pieces:
-            self._has_sound = True
-            yield form, samples_CN
 
 
 def _chosen_track(container: Any) -> Any:
@@ -256,15 +267,33 @@ class _Surplus:
         return num_samples - kept if 0 < kept < num_samples else 0
 
 
+def _form_of(frame: Any) -> SoundForm:
+    return SoundForm(frame.layout.nb_channels, frame.sample_rate)
+
+
 class _FrameQueue:
     """Decoded frames joined to pieces: thousands of small frames cost more than their samples."""
 
     def __init__(self) -> None:
         self._fifo = av.AudioFifo()
         self._kind: tuple[str, str, SoundForm] | None = None
+        self._num_left_out = 0
+
+    def put_silence(self, frame: Any, length_s: float) -> Iterator[tuple[SoundForm, Samples]]:
+        """What is in the queue, and silence of the form of `frame`, which comes next."""
+        form = _form_of(frame)
+        check_form(form)
+        yield from self.finish(0)
+        num_samples, size = round(length_s * form.rate_hz), _PIECE_NUMBERS // form.num_channels
+        for start in range(0, num_samples, size):
+            yield form, np.zeros((form.num_channels, min(size, num_samples - start)), dtype=np.float32)
+
+    def leave_out(self, num_samples: int) -> None:
+        """Of what comes next, the first `num_samples` are dropped."""
+        self._num_left_out = num_samples
 
     def put(self, frame: Any) -> Iterator[tuple[SoundForm, Samples]]:
-        form = SoundForm(frame.layout.nb_channels, frame.sample_rate)
+        form = _form_of(frame)
         kind = (frame.format.name, frame.layout.name, form)
         if kind != self._kind:
             yield from self.finish(0)
@@ -272,9 +301,13 @@ class _FrameQueue:
             self._fifo, self._kind = av.AudioFifo(), kind
             # Interleaved floats whatever the codec gives.
             self._packer = av.AudioResampler(format="flt")
-        # The queue insists on times without gaps; gaps are closed here.
+        # The queue insists on times without gaps; what is left of those stays closed.
         frame.pts = None
         self._fifo.write(frame)
+        if self._num_left_out and self._fifo.samples:
+            num_dropped = min(self._num_left_out, self._fifo.samples)
+            self._fifo.read(num_dropped)
+            self._num_left_out -= num_dropped
         size = _PIECE_NUMBERS // form.num_channels
         # What stays is enough to cut padding from.
         while self._fifo.samples >= 2 * size:

@@ -58,6 +58,8 @@ class VideoIndex:
     may_skip: bool
     """Pictures that no other needs may be left out by the decoder."""
     warnings: tuple[str, ...] = ()
+    start_s: float | None = None
+    """When the first frame is shown by the container's clock, by which its sound is placed; None: not known."""
 
     @property
     def num_frames(self) -> int:
@@ -137,10 +139,12 @@ def _index_of(rows: _Rows, packets: PacketReader, container: Any, stream: Any) -
     pts = np.array([value or 0 for value in rows.pts], dtype=np.int64)
     shown = np.flatnonzero(np.array(rows.is_shown, dtype=np.bool_))
     times_s: NDArray[np.float64] | None = None
+    start_s: float | None = None
     is_timed = all(rows.pts[packet] is not None for packet in shown) and len(np.unique(pts[shown])) == len(shown)
     if is_timed and not (container.format.name in _UNTIMED and stream.codec_context.has_b_frames):
         shown = shown[np.argsort(pts[shown])]
         times_s = (pts[shown] - pts[shown[0]]) * float(stream.time_base)
+        start_s = int(pts[shown[0]]) * float(stream.time_base)
     num_frames = len(shown)
     warnings: tuple[str, ...] = (packets.damage,) if packets.damage is not None else ()
     if not rows.has_discards:
@@ -159,6 +163,7 @@ def _index_of(rows: _Rows, packets: PacketReader, container: Any, stream: Any) -
         # A picture that its own temporal layer does not refer to may still be needed by the layers above.
         may_skip=codec in SKIPPING_CODECS and rows.lowest_droppable_layer >= rows.highest_layer,
         warnings=warnings,
+        start_s=start_s,
     )
 
 
