@@ -22,7 +22,8 @@ from preprocess.types import (
 
 VideoBackend = Literal["pyav", "torchcodec", "decord"]
 VIDEO_BACKEND_PACKAGES: Final[Mapping[str, str]] = {
-    "torchcodec": "mimo-epd[torchcodec] and the shared libraries of FFmpeg (as package ffmpeg brings them)",
+    "torchcodec": "mimo-epd[torchcodec] (pip install 'mimo-epd[torchcodec]', from a checkout pip install -e "
+    "'.[torchcodec]') and the shared libraries of FFmpeg (as package ffmpeg brings them)",
     "decord": "decord",
 }
 """What the backends need that do not come with the default one."""

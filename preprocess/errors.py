@@ -9,29 +9,37 @@
     |- MediaUndecodable    422  not recognised, truncated, damaged, empty
     |  `- DecoderCrashed   422  the worker process that decoded it died or failed in a way nobody foresaw
     |- MediaDecodeTimeout  504  decoding ran past its deadline
-    `- DecoderUnavailable  503  no worker process could be started; says nothing about the medium
+    `- DecoderUnavailable  503  this side lacks a process, memory or descriptors; says nothing about the medium
 
     OptionInvalid, a ValueError: an option that is wrong for any medium, found before there is one
     BackendUnavailable, a ValueError: a setting asks for a library that does not work here
 
-Messages say what was found and what was allowed. Naming the request's part is the caller's business.
+Messages say what was found and what was allowed, and what the sender can do about it. What only the operator could
+change is said by `hint`, for a log. Naming the request's part is the caller's business.
 """
 
 from __future__ import annotations
+
+import errno
+from typing import Final
+
+_SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.ENOBUFS})
 
 
 class MediaError(Exception):
     """Base of all of them.
 
-    Attributes: `message` for the client, `status` an HTTP status, `code` a snake_case word that does not change.
+    Attributes: `message` for the client, `status` an HTTP status, `code` a snake_case word that does not change, `hint`
+    what the operator could change, for a log, empty where nothing.
     """
 
     status: int = 400
     code: str = "media_error"
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
         self.message = message
+        self.hint = hint
 
 
 class MediaInvalid(MediaError):
@@ -121,7 +129,15 @@ class DecoderCrashed(MediaUndecodable):
 
 
 class DecoderUnavailable(MediaError):
-    """Worker processes cannot be started at present. Another attempt may succeed."""
+    """Worker processes cannot be started, or memory or descriptors are short. Another attempt may succeed."""
 
     status = 503
     code = "decoder_unavailable"
+
+
+def unavailable(error: OSError) -> DecoderUnavailable | None:
+    """What to raise in place of a system's refusal that no medium is to blame for; None for any other."""
+    if error.errno not in _SHORTAGES:
+        return None
+    what = "open files" if error.errno in (errno.EMFILE, errno.ENFILE) else "memory"
+    return DecoderUnavailable(f"the server is short of {what} at present", hint=f"{error}; see ulimit -a")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import weakref
 from collections.abc import Hashable
 from http import HTTPStatus
@@ -26,7 +27,14 @@ from yarl import URL
 
 from preprocess.addresses import CheckedResolver, Lookup, SystemLookup, check_endpoint
 from preprocess.config import FetchLimits
-from preprocess.errors import MediaError, MediaForbidden, MediaInvalid, MediaTooLarge, MediaUnreachable
+from preprocess.errors import (
+    MediaError,
+    MediaForbidden,
+    MediaInvalid,
+    MediaTooLarge,
+    MediaUnreachable,
+    unavailable,
+)
 from preprocess.fetch_body import open_body
 from preprocess.local import decode_data_url, read_file_url
 from preprocess.turns import Turn, Turns
@@ -38,6 +46,7 @@ _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _INLINE_DATA_CHARS: Final = 1 << 18
 # Every scheme with its colon is shorter; a data: URL may have a hundred million characters.
 _SCHEME_CHARS: Final = 32
+_BARE_BASE64: Final = re.compile(r"[\w+/-]{64}|[\w+/-]{32,}=*$|[\w+/-]{8,}={1,2}$", re.ASCII)
 
 
 class Fetcher:
@@ -49,6 +58,7 @@ class Fetcher:
         self._lookup = lookup
         self._user_agent = user_agent
         self._session: aiohttp.ClientSession | None = None
+        self._closed = False
         self._system_lookup: SystemLookup | None = None
         self._turns = Turns(total=limits.max_concurrency, per_asker=limits.max_concurrency_per_request)
         self._flights: dict[str, _Flight] = {}
@@ -69,6 +79,7 @@ class Fetcher:
             lookup = self._system_lookup = SystemLookup()
         resolver = CheckedResolver(lookup, allow_private_addresses=self._limits.allow_private_addresses)
         stall_s = self._limits.stall_timeout_s
+        self._closed = False
         self._session = aiohttp.ClientSession(
             connector=_Connector(resolver=resolver, use_dns_cache=False, limit=self._limits.max_concurrency),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -83,6 +94,7 @@ class Fetcher:
 
     async def close(self) -> None:
         """Ends downloads, whose waiters get MediaUnreachable, and closes the session."""
+        self._closed = True
         tasks = [flight.task for flight in self._flights.values()]
         for task in tasks:
             task.cancel()
@@ -99,7 +111,7 @@ class Fetcher:
 
         Downloads of one `asker`, a request, share its part of the slots, and askers are served in rotation; None is
         an asker of its own. Waiting for a slot has no time limit here. Raises MediaInvalid, MediaForbidden,
-        MediaUnreachable, MediaUnsupported or MediaTooLarge.
+        MediaUnreachable, MediaUnsupported, MediaTooLarge, or DecoderUnavailable where descriptors are short here.
         """
         # White space around a URL means nothing, as in a browser's address line.
         url = source.url.strip()
@@ -112,7 +124,10 @@ class Fetcher:
             case "http" | "https":
                 content = await self._join_flight(_parse(url), object() if asker is None else asker)
             case _:
-                raise MediaInvalid(f"URL scheme {scheme[:20]!r} is not known; allowed are http, https, data and file")
+                hint = "; write base64 as data:image/png;base64,..." if _BARE_BASE64.match(url) else ""
+                raise MediaInvalid(
+                    f"URL scheme {scheme[:20]!r} is not known; allowed are http, https, data and file{hint}"
+                )
         if not content:
             raise MediaInvalid(f"the {scheme.lower()}: URL holds no bytes")
         return content
@@ -127,7 +142,7 @@ class Fetcher:
         flight = self._flights.get(name)
         if flight is None:
             if self._session is None:
-                raise RuntimeError("the fetcher was not started")
+                raise RuntimeError("the fetcher is closed" if self._closed else "the fetcher was not started")
             flight = self._flights[name] = _Flight(self._session, url, self._limits, self._turns)
         flight.turn.join(asker)
         try:
@@ -186,7 +201,8 @@ class _Flight:
                 return await self._follow()
         except (aiohttp.ClientError, OSError, ValueError) as error:
             # TimeoutError, which is what a deadline raises, is an OSError.
-            raise self._in_words(error) from error
+            shortage = unavailable(error) if isinstance(error, OSError) else None
+            raise shortage or self._in_words(error) from error
 
     async def _follow(self) -> bytes:
         for _ in range(self._limits.max_redirects + 1):

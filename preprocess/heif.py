@@ -25,8 +25,8 @@ def decode_heif(content: bytes, limits: DecodeLimits) -> NDArray[np.uint8]:
     """
     if importlib.util.find_spec("pillow_heif") is None:
         raise MediaUnsupported(
-            "HEIC images need the package pillow-heif, which is not installed here (pip install mimo-epd[heif]); "
-            "send JPEG, PNG or WebP"
+            "HEIC images are not decoded by this server; send JPEG, PNG or WebP",
+            hint="HEIC needs pillow-heif: pip install 'mimo-epd[heif]' (from a checkout: pip install -e '.[heif]')",
         )
     import pillow_heif
 

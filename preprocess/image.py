@@ -17,6 +17,7 @@ A file goes through three steps: sizes are read and refused, what is not the pic
 from __future__ import annotations
 
 import io
+import re
 import struct
 import warnings
 import zlib
@@ -65,17 +66,26 @@ def decode_image(content: bytes, limits: DecodeLimits) -> NDArray[np.uint8]:
     try:
         return _decode(kind, content, limits)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise MediaTooLarge(
-            f"the image's header promises more pixels than are decoded here ({describe(content)})"
-        ) from error
+        raise _too_many_pixels(str(error), limits) from error
     except MemoryError as error:
-        raise MediaTooLarge(f"the image takes more memory than there is ({describe(content)})") from error
+        raise MediaTooLarge(
+            f"decoding the image ({describe(content)}) takes more memory than the server has for it; send a smaller one"
+        ) from error
     except UnidentifiedImageError as error:
         if kind == "AVIF" and not AvifImagePlugin.SUPPORTED:
             raise MediaUnsupported("AVIF images are not decoded by this build of Pillow; send JPEG or PNG") from error
         raise MediaUndecodable(f"damaged image ({describe(content)}): its header cannot be read") from error
     except _DAMAGE as error:
         raise MediaUndecodable(f"damaged or truncated image ({describe(content)}): it does not decode") from error
+
+
+def _too_many_pixels(words: str, limits: DecodeLimits) -> MediaTooLarge:
+    """Pillow's own limit may be below ours where ours was raised."""
+    pillows = 2 * Image.MAX_IMAGE_PIXELS if Image.MAX_IMAGE_PIXELS else limits.max_image_pixels
+    found = re.search(r"\d+", words)
+    return MediaTooLarge(
+        f"image has {found[0] if found else 'too many'} pixels, allowed are {min(pillows, limits.max_image_pixels)}"
+    )
 
 
 def _decode(kind: str, content: bytes, limits: DecodeLimits) -> NDArray[np.uint8]:

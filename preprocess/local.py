@@ -12,7 +12,7 @@ from typing import Final
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from preprocess.config import FetchLimits
-from preprocess.errors import MediaForbidden, MediaInvalid, MediaTooLarge, MediaUnreachable
+from preprocess.errors import MediaForbidden, MediaInvalid, MediaTooLarge, MediaUnreachable, unavailable
 
 _WHITESPACE: Final = b" \t\r\n\f\v"
 _URL_SAFE: Final = bytes.maketrans(b"-_", b"+/")
@@ -69,8 +69,8 @@ def _decode_base64(raw: bytes) -> bytes:
 def read_file_url(url: str, limits: FetchLimits) -> bytes:
     """The content of a file: URL, which must lie under one of `limits.media_roots` with all links resolved.
 
-    Raises MediaForbidden, MediaUnreachable, MediaTooLarge or MediaInvalid. Whether a path outside the roots exists is
-    not told.
+    Raises MediaForbidden, MediaUnreachable, MediaTooLarge, MediaInvalid, or DecoderUnavailable where descriptors are
+    short here. Whether a path outside the roots exists is not told.
     """
     if not limits.media_roots:
         raise MediaForbidden("file: URLs are off; the server was started without a media root")
@@ -108,6 +108,9 @@ def _read_beneath(root: Path, relative: Path, max_bytes: int) -> bytes:
             with os.fdopen(os.dup(descriptor), "rb") as file:
                 content = file.read(max_bytes + 1)
     except OSError as error:
+        shortage = unavailable(error)
+        if shortage is not None:
+            raise shortage from error
         raise MediaUnreachable(f"{relative.name} cannot be read: {error.strerror}") from error
     if len(content) > max_bytes:
         raise MediaTooLarge(f"{relative.name} has over {max_bytes} bytes, which is the limit")

@@ -32,7 +32,7 @@ from preprocess.errors import DecoderUnavailable
 from preprocess.isolation.media import IsolatedMedia
 from preprocess.isolation.nursery import Nursery
 from preprocess.pipeline import open_media
-from preprocess.pool_source import LocalMedia, Outlet, Put, Source, collect, memory_errors
+from preprocess.pool_source import Hints, LocalMedia, Outlet, Put, Source, as_bytes, collect, memory_errors
 from preprocess.types import (
     MediaKey,
     MediaOptions,
@@ -62,6 +62,8 @@ class PooledMedia:
         self.busy = False
         """A thread works on it, perhaps one that nobody waits for any more."""
         self.closed = False
+        self.decoded = False
+        """Decoding has begun, and the medium did not change by it."""
         self._on_release: Callable[[], None] | None = None
         self.refresh()
 
@@ -124,6 +126,7 @@ class DecodePool:
         self._threads = ThreadPoolExecutor(num_threads + 1, thread_name_prefix="decode")
         self._places = asyncio.Semaphore(num_threads)
         self._watches: set[Watch] = set()
+        self._hints = Hints()
         self._nursery: Nursery | None = None
         self._crew: Crew | None = None
         if self.settings.isolation == "processes":
@@ -147,7 +150,7 @@ class DecodePool:
 
     async def prepare(
         self,
-        content: bytes,
+        content: bytes | bytearray | memoryview,
         *,
         modality: Modality,
         options: MediaOptions,
@@ -159,7 +162,7 @@ class DecodePool:
 
         Raises MediaError.
         """
-        watch = self._watch(timeout_s)
+        watch, content = self._watch(timeout_s), as_bytes(content)
 
         def call() -> PreparedMedia:
             source = self._open(content, modality, options, config, key, watch, announce=False)
@@ -176,7 +179,7 @@ class DecodePool:
 
     async def open(
         self,
-        content: bytes,
+        content: bytes | bytearray | memoryview,
         *,
         modality: Modality,
         options: MediaOptions,
@@ -188,7 +191,7 @@ class DecodePool:
 
         Raises MediaError. Close what it returns.
         """
-        watch = self._watch(timeout_s)
+        watch, content = self._watch(timeout_s), as_bytes(content)
         opened = False
 
         def call() -> PooledMedia:
@@ -228,10 +231,12 @@ class DecodePool:
         `raw` and the order are those of `OpenMedia.decode`; several may be under way at once, none begins after this
         has ended. Sound has no parts. The time limit includes the waiting.
 
-        Raises MediaError, MediaChanged, and what `put` raises.
+        Once only, but for MediaChanged. Raises MediaError, MediaChanged, ValueError, and what `put` raises.
         """
         if medium.closed or medium.busy:
             raise ValueError("the medium is closed, or being decoded already")
+        if medium.decoded:
+            raise ValueError("the medium was decoded already; open it again")
         watch = medium.watch
         outlet = Outlet(put, asyncio.get_running_loop())
 
@@ -254,12 +259,14 @@ class DecodePool:
             except BaseException:
                 medium.busy = False
                 raise
+            medium.decoded = True
             try:
                 unchanged = await self._run(call, watch, done=done)
             finally:
                 await outlet.close()
         medium.refresh()
         if not unchanged:
+            medium.decoded = False
             raise MediaChanged
 
     def close(self) -> None:
@@ -320,6 +327,7 @@ class DecodePool:
             over = True
             self._watches.discard(watch)
             failed = future.cancelled() or future.exception() is not None
+            self._hints.tell(future.exception() if failed and not future.cancelled() else None)
             done()
             if left:
                 self.num_stuck -= 1

@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from typing import Final, Protocol
 
-from preprocess.errors import DecoderUnavailable, MediaTooLarge
+from preprocess.errors import DecoderUnavailable, MediaError, MediaTooLarge
 from preprocess.pipeline import LayoutChanged, OpenMedia
 from preprocess.types import MediaKey, MediaLayout, MediaPart, MelFrames, Pixels, PreparedMedia
 from preprocess.watch import Watch
+
+logger = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.1
 
@@ -113,6 +116,24 @@ class Outlet:
         await asyncio.gather(*puts, return_exceptions=True)
 
 
+class Hints:
+    """Tells the log what an operator could change for media that were refused, each thing once."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def tell(self, error: BaseException | None) -> None:
+        """Nothing for what is no MediaError, or has no hint."""
+        if isinstance(error, MediaError) and error.hint and error.hint not in self._told:
+            self._told.add(error.hint)
+            logger.warning("%s (%s)", error.message, error.hint)
+
+
+def as_bytes(content: bytes | bytearray | memoryview) -> bytes:
+    """The content as decoders take it. Raises TypeError for what holds no bytes."""
+    return content if isinstance(content, bytes) else bytes(memoryview(content))
+
+
 def collect(source: Source, watch: Watch) -> PreparedMedia:
     parts: list[MediaPart] = []
 
@@ -136,4 +157,4 @@ def memory_errors() -> Iterator[None]:
     try:
         yield
     except MemoryError as error:
-        raise MediaTooLarge("decoding needs more memory than there is") from error
+        raise MediaTooLarge("decoding needs more memory than the server has for it; send a smaller file") from error

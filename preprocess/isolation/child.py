@@ -38,7 +38,7 @@ from PIL import Image
 
 from preprocess.config import DecodeSettings
 from preprocess.crew import Crew
-from preprocess.errors import MediaError, MediaInvalid
+from preprocess.errors import MediaError, MediaInvalid, unavailable
 from preprocess.isolation.shared_arrays import Handover, Writer, read_bytes
 from preprocess.isolation.wire import (
     Born,
@@ -339,7 +339,13 @@ class _Worker:
             self._watch.check()
 
     def _send_arrays(self, arrays: list[Any], message: Callable[[Handover], FromWorker]) -> None:
-        handover, fd = self._writer.put(arrays)
+        try:
+            handover, fd = self._writer.put(arrays)
+        except OSError as error:
+            shortage = unavailable(error)
+            if shortage is None:
+                raise
+            raise shortage from error
         try:
             self._channel.send(message(handover), fd)
         finally:
@@ -373,7 +379,13 @@ def _refusal(error: MediaError) -> Refused:
     """The error under a name that the pool knows: of its class, or the nearest base in `preprocess.errors`."""
     known = next(kind for kind in type(error).__mro__ if kind.__module__ == MediaError.__module__)
     field = error.field if isinstance(error, MediaInvalid) else None
-    return Refused(error=known.__name__, message=error.message, field=field)
+    return Refused(
+        error=known.__name__,
+        message=error.message,
+        field=field,
+        hint=error.hint,
+        out_of_memory=isinstance(error.__cause__, MemoryError),
+    )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ the pool.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -20,7 +21,7 @@ from typing import Final
 import msgspec
 
 from preprocess.config import DecodeSettings
-from preprocess.errors import DecoderUnavailable, MediaError
+from preprocess.errors import DecoderUnavailable, MediaError, unavailable
 from preprocess.isolation.wire import (
     Born,
     Channel,
@@ -29,6 +30,7 @@ from preprocess.isolation.wire import (
     FromWorker,
     Gone,
     Hangup,
+    NoDescriptors,
     Ready,
     Warm,
 )
@@ -74,7 +76,8 @@ class Nursery:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Workers lost: crashed, out_of_memory, timed_out, abandoned, recycled. Processes begun: forked, nurseries."""
+        """Workers lost: crashed, killed (by others), out_of_memory, timed_out, abandoned, recycled. Processes begun:
+        forked, nurseries."""
         with self._lock:
             return dict(self._counters)
 
@@ -84,9 +87,12 @@ class Nursery:
             self._counters[name] += 1
 
     def start(self) -> None:
-        """Starts the nursery process without waiting for it."""
+        """Starts the nursery process without waiting for it. Raises DecoderUnavailable."""
         with self._ordering:
-            self._spawn()
+            try:
+                self._spawn()
+            except OSError as error:
+                raise DecoderUnavailable(f"no decode process can be started: {error.strerror}") from error
 
     def fill(self, watch: Watch) -> None:
         """Makes `num_threads` workers, so that none has to be made when it is needed."""
@@ -156,6 +162,10 @@ class Nursery:
                 watch.check()
             if isinstance(message, Ready):
                 worker.settle(message)
+        except NoDescriptors as error:
+            worker.kill()
+            self.retire(worker)
+            raise _no_descriptors() from error
         except Hangup:
             message = None
         except MediaError:
@@ -201,7 +211,13 @@ class Nursery:
                     raise DecoderUnavailable("the decode pool is closed")
                 try:
                     return self._order(watch)
+                except NoDescriptors as error:
+                    raise _no_descriptors() from error
                 except (Hangup, OSError) as error:
+                    # Others' workers need not end for want of a descriptor here.
+                    short = unavailable(error) if isinstance(error, OSError) else None
+                    if short is not None:
+                        raise short from error
                     logger.error("no decode worker could be started: %s", error)
                     self._lose_nursery()
                     self._pause()
@@ -247,19 +263,26 @@ class Nursery:
 
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            root = str(Path(__file__).resolve().parents[2])
-            paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-            settings = msgspec.json.encode(self.settings).decode()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "preprocess.isolation.child", str(theirs.fileno()), settings],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | dict.fromkeys(_ONE_THREAD, "1"),
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
+        try:
+            with theirs:
+                self._process = self._popen(theirs.fileno())
+        except OSError:
+            ours.close()
+            raise
         self._control = Channel(ours, FromNursery)
         self._warm = False
         self.count("nurseries")
+
+    def _popen(self, socket_fd: int) -> subprocess.Popen[bytes]:
+        root = str(Path(__file__).resolve().parents[2])
+        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+        settings = msgspec.json.encode(self.settings).decode()
+        return subprocess.Popen(
+            [sys.executable, "-m", "preprocess.isolation.child", str(socket_fd), settings],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | dict.fromkeys(_ONE_THREAD, "1"),
+            stdin=subprocess.DEVNULL,
+            pass_fds=[socket_fd],
+        )
 
     def _listen(self, timeout_s: float) -> FromNursery | None:
         """One message of the nursery, noted; None if none came in time. Raises Hangup."""
@@ -301,3 +324,9 @@ class Nursery:
                 raise DecoderUnavailable("decode workers fail to start; see the log")
             time.sleep(min(pause_s, _WATCH_PERIOD_S))
             watch.check()
+
+
+def _no_descriptors() -> DecoderUnavailable:
+    error = unavailable(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+    assert error is not None
+    return error

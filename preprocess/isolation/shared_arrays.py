@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import fcntl
 import math
-import mmap
 import os
 import threading
 import weakref
@@ -28,6 +27,8 @@ from typing import Any, Final, Literal
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from preprocess.isolation.mapping import Mapping
 
 _ALIGNMENT: Final = 64
 _MAX_DIMENSIONS: Final = 4
@@ -86,14 +87,14 @@ class Writer:
         """`max_bytes` bounds one hand-over."""
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._memories: dict[int, mmap.mmap] = {}
+        self._memories: dict[int, Mapping] = {}
         self._spare: set[int] = set()
         self._next_number = 0
 
     def put(self, arrays: Sequence[NDArray[Any]]) -> tuple[Handover, int | None]:
         """Copies the arrays into a buffer. The descriptor is there where the buffer is new; the caller closes it.
 
-        Raises MemoryError beyond the bound.
+        Raises MemoryError beyond the bound, OSError where the system has no memory or no descriptor for it.
         """
         places: list[ArrayPlace] = []
         end = 0
@@ -104,8 +105,9 @@ class Writer:
         if end > self._max_bytes:
             raise MemoryError(f"the result takes {end} bytes, allowed are {self._max_bytes}")
         number, memory, fd = self._buffer(end)
+        whole = np.asarray(memory)
         for array, place in zip(arrays, places, strict=True):
-            np.copyto(_array_at(memory, place), array)
+            np.copyto(_array_at(whole, place), array)
         return Handover(buffer=number, fresh=fd is not None, places=tuple(places)), fd
 
     def recycle(self, kept: Sequence[int], dropped: Sequence[int]) -> None:
@@ -115,13 +117,13 @@ class Writer:
             for number in dropped:
                 del self._memories[number]
 
-    def _buffer(self, size_bytes: int) -> tuple[int, mmap.mmap, int | None]:
+    def _buffer(self, size_bytes: int) -> tuple[int, Mapping, int | None]:
         """The smallest spare buffer that fits without being far too large, or a new one."""
         with self._lock:
             largest = max(_SMALL_BYTES, 2 * size_bytes)
-            fitting = [number for number in self._spare if size_bytes <= len(self._memories[number]) <= largest]
+            fitting = [number for number in self._spare if size_bytes <= self._memories[number].size_bytes <= largest]
             if fitting:
-                number = min(fitting, key=lambda number: len(self._memories[number]))
+                number = min(fitting, key=lambda number: self._memories[number].size_bytes)
                 self._spare.remove(number)
                 return number, self._memories[number], None
             number = self._next_number
@@ -131,7 +133,7 @@ class Writer:
         try:
             os.ftruncate(fd, rounded)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            memory = mmap.mmap(fd, rounded)
+            memory = Mapping(fd, rounded)
         except OSError:
             os.close(fd)
             raise
@@ -148,7 +150,7 @@ class Reader:
         self._max_spare_bytes = max_spare_bytes
         self._lock = threading.Lock()
         self._spare_bytes = 0
-        self._memories: dict[int, mmap.mmap] = {}
+        self._memories: dict[int, Mapping] = {}
         self._lent: set[int] = set()
         # Filled by finalizers, which may run in any thread at any moment: they must not lock.
         self._dead: deque[int] = deque()
@@ -157,17 +159,15 @@ class Reader:
     def take(self, handover: Handover, fd: int | None) -> tuple[NDArray[Any], ...]:
         """The arrays, writable. Their buffer is theirs until the last of them, and of the views of them, is gone.
 
-        Raises ValueError when what the worker said cannot be.
+        The descriptor may be closed at once. Raises ValueError when what the worker said cannot be, OSError where the
+        system maps no more memory.
         """
         with self._lock:
             memory = self._lend(handover, fd)
         # Numpy keeps this one alive as long as any array that is made from it.
-        whole = np.frombuffer(memory, dtype=np.uint8)
+        whole: NDArray[np.uint8] = np.asarray(memory)
         weakref.finalize(whole, self._dead.append, handover.buffer).atexit = False
-        return tuple(
-            whole[place.offset : place.offset + place.size_bytes].view(place.dtype).reshape(place.shape)
-            for place in handover.places
-        )
+        return tuple(_array_at(whole, place) for place in handover.places)
 
     def given_back(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Buffers whose arrays have died since the last call: those to keep, and those to free."""
@@ -177,7 +177,7 @@ class Reader:
             while self._dead and not self._closed:
                 number = self._dead.popleft()
                 self._lent.remove(number)
-                size_bytes = len(self._memories[number])
+                size_bytes = self._memories[number].size_bytes
                 if self._spare_bytes + size_bytes <= self._max_spare_bytes:
                     self._spare_bytes += size_bytes
                     kept.append(number)
@@ -192,7 +192,7 @@ class Reader:
             self._closed = True
             self._memories.clear()
 
-    def _lend(self, handover: Handover, fd: int | None) -> mmap.mmap:
+    def _lend(self, handover: Handover, fd: int | None) -> Mapping:
         number = handover.buffer
         if fd is not None:
             if number in self._memories:
@@ -201,18 +201,20 @@ class Reader:
         elif number not in self._memories or number in self._lent:
             raise ValueError(f"buffer {number} is not there to be used")
         else:
-            self._spare_bytes -= len(self._memories[number])
+            self._spare_bytes -= self._memories[number].size_bytes
         memory = self._memories[number]
-        _check_places(handover.places, len(memory))
+        _check_places(handover.places, memory.size_bytes)
         self._lent.add(number)
         return memory
 
 
-def _mapped(fd: int) -> mmap.mmap:
+def _mapped(fd: int) -> Mapping:
     size_bytes = os.fstat(fd).st_size
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise ValueError("the shared memory is not sealed")
-    return mmap.mmap(fd, size_bytes)
+    if not size_bytes:
+        raise ValueError("the shared memory is empty")
+    return Mapping(fd, size_bytes)
 
 
 def _check_places(places: Sequence[ArrayPlace], size_bytes: int) -> None:
@@ -223,10 +225,8 @@ def _check_places(places: Sequence[ArrayPlace], size_bytes: int) -> None:
             raise ValueError(f"{place} lies outside {size_bytes} bytes of shared memory")
 
 
-def _array_at(memory: mmap.mmap, place: ArrayPlace) -> NDArray[Any]:
-    return np.frombuffer(memory, dtype=place.dtype, count=math.prod(place.shape), offset=place.offset).reshape(
-        place.shape
-    )
+def _array_at(whole: NDArray[np.uint8], place: ArrayPlace) -> NDArray[Any]:
+    return whole[place.offset : place.offset + place.size_bytes].view(place.dtype).reshape(place.shape)
 
 
 def _dtype_of(array: NDArray[Any]) -> Literal["uint8", "float32"]:

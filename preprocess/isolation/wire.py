@@ -131,6 +131,9 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     """Name of its class."""
     message: str
     field: str | None = None
+    hint: str = ""
+    out_of_memory: bool = False
+    """There was no memory for it: the ceiling is the reason."""
 
 
 class Broke(msgspec.Struct, tag=True, frozen=True):
@@ -148,6 +151,10 @@ FromWorker = Ready | Opened | Changed | Part | Decoded | Refused | Broke
 
 class Hangup(Exception):
     """The other side is gone, or says things that make no sense."""
+
+
+class NoDescriptors(Hangup):
+    """Descriptors were sent that this process has no room for. A fault of this side."""
 
 
 class Channel(Generic[_T]):
@@ -183,13 +190,13 @@ class Channel(Generic[_T]):
     def receive(self) -> _T | None:
         """One read, then the next message if it is whole by now. Blocks only while nothing at all has come.
 
-        Raises Hangup at the end of the stream or at nonsense.
+        Raises Hangup at the end of the stream or at nonsense, NoDescriptors.
         """
         message = self.buffered()
         if message is not None:
             return message
         try:
-            data, ancillary, _, _ = self._connection.recvmsg(
+            data, ancillary, flags, _ = self._connection.recvmsg(
                 _READ_BYTES, socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize), socket.MSG_CMSG_CLOEXEC
             )
         except OSError as error:
@@ -202,6 +209,8 @@ class Channel(Generic[_T]):
         if not data:
             raise Hangup("the other side has closed")
         self._buffer += data
+        if flags & socket.MSG_CTRUNC:
+            raise NoDescriptors("this process may open no more descriptors")
         return self.buffered()
 
     def buffered(self) -> _T | None:

@@ -67,7 +67,10 @@ def decode_with_decord(
 
 
 def _refusal(reason: str) -> MediaUnsupported:
-    return MediaUnsupported(f"the video cannot be decoded by decord: {reason}; use video_backend 'pyav'")
+    return MediaUnsupported(
+        f"the video cannot be decoded by decord, this server's decoder: {reason}; send it as MP4 with H.264",
+        hint="video_backend 'pyav' decodes what 'decord' refuses",
+    )
 
 
 class _Walk:

@@ -196,7 +196,7 @@ for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):
         result = decode_image(content, DecodeLimits()).shape
     except MediaError as error:
         result = type(error).__name__
-        assert "more memory than there is" not in str(error), path
+        assert "more memory than the server has" not in str(error), path
     print(json.dumps([path.name, result]), flush=True)
 """
 

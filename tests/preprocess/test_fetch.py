@@ -289,6 +289,9 @@ async def test_unreachable_hosts(fetcher: Fetcher) -> None:
         ("ftp://example.com/x", "'ftp' is not known"),
         ("picture.png", "is not known"),
         ("", "is not known"),
+        ("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJ", r"not known.*write base64 as data:image/png;base64,\.\.\.$"),
+        ("/9j/4AAQSkZJRgABAQ==", r"write base64 as data:image/png;base64,\.\.\.$"),
+        ("some/folder/picture-of-a-very-long-name.png", "data and file$"),
         ("http://", "no host"),
         ("http://[1:2", "malformed"),
         ("http://user:secret@example.com/", "user name or password"),
@@ -298,6 +301,16 @@ async def test_unreachable_hosts(fetcher: Fetcher) -> None:
 async def test_malformed_urls(fetcher: Fetcher, url: str, words: str) -> None:
     with pytest.raises(MediaInvalid, match=words):
         await fetcher.fetch(image(url))
+
+
+async def test_a_fetcher_that_is_not_open_says_why() -> None:
+    fetcher = Fetcher(LIMITS)
+    with pytest.raises(RuntimeError, match="was not started"):
+        await fetcher.fetch(image("http://127.0.0.1:1/x"))
+    async with fetcher:
+        pass
+    with pytest.raises(RuntimeError, match="is closed"):
+        await fetcher.fetch(image("http://127.0.0.1:1/x"))
 
 
 async def test_data_and_file_urls(tmp_path: Path) -> None:

@@ -387,8 +387,18 @@ def test_heic_is_refused_by_the_size_of_any_item() -> None:
 
 def test_heic_without_its_library_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MediaUnsupported, match=r"HEIC.*pillow-heif.*mimo-epd\[heif\]"):
+    with pytest.raises(MediaUnsupported, match="HEIC images are not decoded by this server") as caught:
         decoded(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(100))
+    assert "pip" not in caught.value.message
+    assert "pip install 'mimo-epd[heif]'" in caught.value.hint
+    assert "pip install -e '.[heif]'" in caught.value.hint
+
+
+def test_what_pillow_takes_for_a_bomb_is_told_in_numbers() -> None:
+    content = bytearray(picture_file(blocks(8, 8, 0), "GIF"))
+    content[6:10] = b"\xff" * 4
+    with pytest.raises(MediaTooLarge, match=r"has 4294836225 pixels, allowed are 100000000"):
+        decoded(bytes(content))
 
 
 def test_avif_without_its_codec_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,15 +159,21 @@ async def test_the_wall(pool: DecodePool, tiny: ProcessorConfig) -> None:
     """A small file that decodes to 256 MB, with 128 MiB allowed; the declared size is within the limits."""
     file = io.BytesIO()
     Image.new("RGB", (8000, 8000), (1, 2, 3)).save(file, "PNG")
-    with pytest.raises(MediaTooLarge, match="memory"):
+    with pytest.raises(MediaTooLarge, match="128 MiB, a limit of this server"):
         await pool.prepare(
             file.getvalue(), modality=Modality.IMAGE, options=MediaOptions(), config=tiny, key=KEY, timeout_s=60.0
         )
     await picture(pool, tiny)
 
 
-async def test_the_ceiling(pool: DecodePool, tiny: ProcessorConfig) -> None:
+async def test_the_ceiling(tiny: ProcessorConfig, caplog: pytest.LogCaptureFixture) -> None:
     """143 MB are above the ceiling and below the wall: the pool sees it, and ends it."""
+    async with running_pool(SETTINGS) as pool:
+        await over_the_ceiling(pool, tiny)
+    assert f"max_worker_bytes is {SETTINGS.max_worker_bytes}" in caplog.text
+
+
+async def over_the_ceiling(pool: DecodePool, tiny: ProcessorConfig) -> None:
     large = picture_file(Image.new("RGB", (6900, 6900), (1, 2, 3)), "JPEG")
     before = pool.counters.get("out_of_memory", 0)
 
@@ -182,6 +188,7 @@ async def test_the_ceiling(pool: DecodePool, tiny: ProcessorConfig) -> None:
     ):
         await pool.decode(medium, put, timeout_s=60.0)
     assert pool.counters["out_of_memory"] == before + 1
+    assert "killed" not in pool.counters, "nobody tries again"
     await picture(pool, tiny)
 
 

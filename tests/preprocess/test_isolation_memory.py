@@ -7,6 +7,7 @@ import gc
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -73,16 +74,43 @@ def test_a_buffer_is_used_again_only_when_the_last_view_is_gone() -> None:
     assert (third == 3).all()
 
 
+def mapped_bytes() -> int:
+    """Of shared media in this process."""
+    ranges = [
+        line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if "mimo-" in line
+    ]
+    return sum(int(stop, 16) - int(start, 16) for start, stop in ranges)
+
+
+def test_arrays_hold_no_descriptor_and_free_their_memory() -> None:
+    writer, reader = Writer(max_bytes=2**30), Reader(max_spare_bytes=0)
+
+    descriptors, before = len(os.listdir("/proc/self/fd")), mapped_bytes()
+    held = [handed(writer, reader, np.full(10, number, dtype=np.float32)) for number in range(40)]
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert mapped_bytes() == before + 2 * 40 * 65_536
+    assert [array[3] for (array,) in held] == list(range(40))
+    view = held[7][0][5:]
+    held.clear()
+    kept, dropped = reader.given_back()
+    assert (len(kept), len(dropped)) == (0, 39)
+    writer.recycle(kept, dropped)
+    assert view.tolist() == [7] * 5
+    del view
+    writer.recycle(*reader.given_back())
+    assert mapped_bytes() == before
+
+
 def test_spare_memory_is_bounded() -> None:
     writer, reader = Writer(max_bytes=2**30), Reader(max_spare_bytes=600_000)
     ones = np.ones(100_000, dtype=np.float32)
-    before = len(os.listdir("/proc/self/fd"))
+    before = mapped_bytes()
     held = [handed(writer, reader, ones) for _ in range(4)]
     del held
     kept, dropped = reader.given_back()
     assert (len(kept), len(dropped)) == (1, 3)
     writer.recycle(kept, dropped)
-    assert len(os.listdir("/proc/self/fd")) == before + 2, "the writer's mapping and the reader's"
+    assert mapped_bytes() == before + 2 * 458_752, "the writer's mapping and the reader's"
 
 
 def test_arrays_outlive_their_reader() -> None:
@@ -138,6 +166,11 @@ def test_buffers_that_cannot_be_are_refused() -> None:
 
 def test_memory_that_can_shrink_is_refused() -> None:
     """Cut short under a reader, it would end the whole process."""
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    with pytest.raises(ValueError, match="empty"):
+        Reader(max_spare_bytes=0).take(Handover(0, True, ()), fd)
+    os.close(fd)
     fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 4096)
     place = ArrayPlace("uint8", (10,), 0)

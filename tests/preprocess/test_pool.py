@@ -195,6 +195,36 @@ async def test_opened_and_closed_without_decoding(pool: DecodePool, tiny: Proces
     await prepare_picture(pool, tiny)
 
 
+async def test_a_medium_is_decoded_once(pool: DecodePool, tiny: ProcessorConfig, clip: bytes) -> None:
+    async def refuse(part: MediaPart) -> None:
+        raise LookupError("no room")
+
+    with await opened(pool, clip, tiny) as medium:
+        await pool.decode(medium, lambda part: asyncio.sleep(0))
+        with pytest.raises(ValueError, match="decoded already"):
+            await pool.decode(medium, lambda part: asyncio.sleep(0))
+    with await opened(pool, clip, tiny) as medium:
+        with pytest.raises(LookupError):
+            await pool.decode(medium, refuse, patches_per_part=1)
+        with pytest.raises(ValueError, match=r"decoded already|being decoded"):
+            await pool.decode(medium, lambda part: asyncio.sleep(0))
+    await prepare_picture(pool, tiny)
+
+
+@pytest.mark.parametrize("kind", [bytearray, memoryview])
+async def test_content_may_be_any_bytes(
+    pool: DecodePool, tiny: ProcessorConfig, kind: type[bytearray | memoryview]
+) -> None:
+    content = kind(picture_file(blocks(64, 64, 0)))
+    how: Any = {"modality": Modality.IMAGE, "options": MediaOptions(), "config": tiny, "key": KEY}
+    assert (await pool.prepare(content, **how)).layout.num_rows == 9
+    with await pool.open(content, **how) as medium:
+        await pool.decode(medium, lambda part: asyncio.sleep(0))
+    text: Any = "no bytes"
+    with pytest.raises(TypeError):
+        await pool.prepare(text, **how)
+
+
 async def test_damage_changes_the_layout(pool: DecodePool, tiny: ProcessorConfig) -> None:
     """Frames that are counted and do not decode are found out while decoding: another layout, said so."""
     whole = index_first(make_video(60, size=(96, 128), corner=True, gop=60))
