@@ -123,7 +123,7 @@ def _made_up(indices: NDArray[np.int64], times_s: NDArray[np.float64], num_wante
     Each new one is the frame furthest in time from all that are chosen, of equals the earliest.
     """
     chosen = indices.tolist()
-    gaps: list[tuple[float, int, int, int]] = []
+    gaps: list[tuple[int, int, int, int]] = []
     for before, after in itertools.pairwise(chosen):
         _note_gap(gaps, times_s, before, after)
     while len(chosen) < num_wanted:
@@ -134,17 +134,19 @@ def _made_up(indices: NDArray[np.int64], times_s: NDArray[np.float64], num_wante
     return np.array(sorted(chosen), dtype=np.int64)
 
 
-def _note_gap(gaps: list[tuple[float, int, int, int]], times_s: NDArray[np.float64], before: int, after: int) -> None:
+def _note_gap(gaps: list[tuple[int, int, int, int]], times_s: NDArray[np.float64], before: int, after: int) -> None:
     """Puts the frame furthest from both ends on the heap, by its distance; nothing where no frame lies between."""
     if after - before < 2:
         return
     start_s, end_s = float(times_s[before]), float(times_s[after])
     above = int(np.searchsorted(times_s, (start_s + end_s) / 2))
-    candidates = sorted({min(max(frame, before + 1), after - 1) for frame in (above - 1, above)})
-    distance_s, middle = max(
-        (min(float(times_s[frame]) - start_s, end_s - float(times_s[frame])), -frame) for frame in candidates
+    candidates = {min(max(frame, before + 1), after - 1) for frame in (above - 1, above)}
+    # Whole microseconds: what is equally far must not be told apart by the rounding of floats.
+    distance_us, middle = max(
+        (round(min(float(times_s[frame]) - start_s, end_s - float(times_s[frame])) * 1e6), -frame)
+        for frame in candidates
     )
-    heapq.heappush(gaps, (-distance_s, -middle, before, after))
+    heapq.heappush(gaps, (-distance_us, -middle, before, after))
 
 
 def frame_max_pixels(num_frames: int, budget: VideoBudget) -> int:

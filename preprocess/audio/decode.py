@@ -17,7 +17,7 @@ from typing import Final, Protocol, TypeVar
 import numpy as np
 
 from preprocess.audio.mel import MelWriter, NotFinite
-from preprocess.audio.ogg import ogg_links
+from preprocess.audio.ogg import is_intact, ogg_links
 from preprocess.audio.resample import Samples, open_published, open_soxr_hq
 from preprocess.audio.sources import ChainSource, FfmpegSource, Meter, NotTaken, SoundfileSource, SoundForm, Source
 from preprocess.config import AudioBudget, DecodeLimits
@@ -227,8 +227,14 @@ def _sources(content: bytes, limits: DecodeLimits, check_deadline: Callable[[], 
         if content[:4] != b"RIFX":
             yield FfmpegSource(content, limits, check_deadline)
         return
+
+    def open_vorbis(link: bytes) -> Source:
+        if is_intact(link):
+            return SoundfileSource(link, limits, check_deadline)
+        return FfmpegSource(link, limits, check_deadline)
+
     if b"vorbis" in content[:256]:
-        yield ChainSource(ogg_links(content), lambda link: SoundfileSource(link, limits, check_deadline))
+        yield ChainSource(ogg_links(content), open_vorbis)
     yield ChainSource(ogg_links(content), lambda link: FfmpegSource(link, limits, check_deadline))
 
 

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from preprocess import DecodeLimits, MediaKey, MediaOptions, Modality, ProcessorConfig, Waveform, prepare
 from preprocess.audio import audio_mel, decode_audio, decode_track
+from preprocess.audio.ogg import is_intact
 from preprocess.audio.timeline import Timeline
 from preprocess.config import AudioBudget, ImageBudget, VideoBudget
 from preprocess.types import UNIT_PIXELS
-from tests.fakes.clips import make_video
+from tests.fakes.clips import make_video, sound_file
 
 LIMITS = DecodeLimits()
 RATE_HZ = 48_000
@@ -51,21 +52,21 @@ def sound(container: str, codec: str) -> bytes:
 def remuxed(content: bytes, container: str, change: Change, video: bytes | None = None, video_s: float = 0) -> bytes:
     """The sound with its packets changed, beside the pictures of `video`, which begin at `video_s`."""
     file = io.BytesIO()
-    with av.open(file, mode="w", format=container) as output, av.open(io.BytesIO(content)) as source:
+    packets: list[Any] = []
+    with av.open(file, mode="w", format=container) as output, av.open(io.BytesIO(content), mode="r") as source:
         copy: Any = output.add_stream_from_template(source.streams.audio[0])
-        packets = [
-            packet for packet in source.demux() if packet.size and change(packet, float(packet.pts * packet.time_base))
-        ]
-        for packet in packets:
-            packet.stream = copy
+        for packet in source.demux():
+            if packet.size and packet.pts is not None and change(packet, float(packet.pts * packet.time_base)):
+                packet.stream = copy
+                packets.append(packet)
         if video is not None:
-            pictures = av.open(io.BytesIO(video))
+            pictures = av.open(io.BytesIO(video), mode="r")
             picture_copy: Any = output.add_stream_from_template(pictures.streams.video[0])
-            for packet in pictures.demux(video=0):
-                if packet.size:
-                    delay = round(video_s / packet.time_base)
-                    packet.pts, packet.dts, packet.stream = packet.pts + delay, packet.dts + delay, picture_copy
-                    packets.append(packet)
+            for picture in pictures.demux(video=0):
+                if picture.pts is not None and picture.dts is not None:
+                    delay = round(video_s / picture.time_base)
+                    picture.pts, picture.dts, picture.stream = picture.pts + delay, picture.dts + delay, picture_copy
+                    packets.append(picture)
         for packet in sorted(packets, key=lambda packet: packet.dts * packet.time_base):
             output.mux(packet)
     return file.getvalue()
@@ -123,7 +124,7 @@ def test_missing_packets_become_silence(container: str, codec: str) -> None:
 def test_damaged_packets_become_silence(container: str, codec: str) -> None:
     whole = sound(container, codec)
     content = bytearray(whole)
-    with av.open(io.BytesIO(whole)) as source:
+    with av.open(io.BytesIO(whole), mode="r") as source:
         for packet in source.demux(audio=0):
             if packet.size and packet.pts is not None and not gap(packet, float(packet.pts * packet.time_base)):
                 at = whole.index(bytes(packet))
@@ -132,6 +133,28 @@ def test_damaged_packets_become_silence(container: str, codec: str) -> None:
     assert turn_s(after) == pytest.approx(TURN_S, abs=0.05)
     assert any("damaged packets were skipped" in warning for warning in warnings)
     assert any("filled with silence" in warning for warning in warnings)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.75])
+@pytest.mark.parametrize("codec", ["vorbis", "opus"])
+def test_damaged_pages_of_ogg_become_silence(codec: str, share: float) -> None:
+    noise = np.random.default_rng(0).normal(scale=0.1, size=(10 * RATE_HZ, 1)).astype(np.float32)
+    noise[5 * RATE_HZ :] *= 0.1
+    content = sound_file(noise, RATE_HZ, kind="OGG", subtype=codec.upper())
+    assert is_intact(content)
+    assert is_intact(content * 2)
+    before, warnings = decode_audio(content, LIMITS)
+    assert warnings == ()
+    at = round(share * len(content))
+    damaged = content[:at] + bytes(1000) + content[at + 1000 :]
+    assert not is_intact(damaged)
+    after, warnings = decode_audio(damaged, LIMITS)
+    assert any("filled with silence" in warning for warning in warnings), warnings
+    assert abs(after.samples.shape[1] - before.samples.shape[1]) < 0.02 * RATE_HZ
+    assert 0.1 < silent_s(after) < 3
+    # What is quiet stays quiet, where it was.
+    assert float(np.abs(after.samples[0, round(5.1 * RATE_HZ) :]).max()) < 0.1
+    assert float(np.abs(after.samples[0, round(4.8 * RATE_HZ) : round(4.98 * RATE_HZ)]).max()) > 0.1
 
 
 @pytest.mark.parametrize(("container", "codec"), KINDS)
