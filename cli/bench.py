@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -98,8 +99,8 @@ def media(
     title = f"mimo bench media, {setting.num_threads} threads on {machine['cpu']}{', quick' if quick else ''}"
     _report(title, machine, results, json_file, plot)
     if fault is not None:
-        console.print(f"mimo bench: {fault}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(1)
+        console.print(f"mimo bench: {fault.words}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(fault.exit_code)
 
 
 def chosen_cases(cases: Sequence[Case], named: Sequence[str], group_name: str) -> list[Case]:
@@ -128,17 +129,25 @@ def _check_targets(json_file: Path | None, plot: Path | None) -> None:
         raise ConfigError("--plot needs matplotlib: pip install 'mimo-epd[bench]'")
 
 
-def _run_all(cases: Sequence[Case], setting: Setting, runs: int) -> tuple[list[Result], str | None]:
-    """Results of all cases, or of those before the first fault and the fault in words."""
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """What ended the run early."""
+
+    words: str
+    exit_code: int
+
+
+def _run_all(cases: Sequence[Case], setting: Setting, runs: int) -> tuple[list[Result], _Fault | None]:
+    """Results of all cases, or of those before the first fault, and the fault."""
     results: list[Result] = []
     with _bars() as bars:
         for case in cases:
             try:
                 results.append(run_case(case, setting, runs=runs, bars=bars))
             except (BenchFailed, MediaError, OSError) as error:
-                return results, f"{case.name}: {error}"
+                return results, _Fault(f"{case.name}: {error}", 1)
             except KeyboardInterrupt:
-                return results, "interrupted; this is what was done so far"
+                return results, _Fault(f"interrupted; {len(results)} of {len(cases)} cases were done", 130)
     return results, None
 
 

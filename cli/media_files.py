@@ -2,6 +2,7 @@
 
 import base64
 import mimetypes
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,11 @@ class MediaFileError(Exception):
     """A path that names no usable medium; the message says which and why."""
 
 
+def path_text(path: Path) -> str:
+    """The path as text. A file name is any bytes: those that are no UTF-8 become `\\xNN`."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
 def media_type(path: Path) -> str:
     """MIME type by file name; "" when the name says nothing."""
     return _EXTRA_TYPES.get(path.suffix.lower()) or mimetypes.guess_type(path.name)[0] or ""
@@ -47,13 +53,13 @@ def expand_paths(paths: Iterable[Path]) -> list[tuple[Path, Modality]]:
             inside = [(entry, modality_of(entry)) for entry in sorted(path.rglob("*")) if entry.is_file()]
             media = [(entry, modality) for entry, modality in inside if modality is not None]
             if not media:
-                raise MediaFileError(f"{path}: no image, video or audio files in this directory")
+                raise MediaFileError(f"{path_text(path)}: no image, video or audio files in this directory")
             found += media
         elif not path.is_file():
-            raise MediaFileError(f"{path}: no such file")
+            raise MediaFileError(f"{path_text(path)}: no such file")
         elif (modality := modality_of(path)) is None:
             raise MediaFileError(
-                f"{path}: cannot tell image, video or audio from this name; rename it, or use --modality"
+                f"{path_text(path)}: cannot tell image, video or audio from this name; rename it, or use --modality"
             )
         else:
             found.append((path, modality))
@@ -65,7 +71,7 @@ def chat_part(path: Path, modality: Modality) -> dict[str, Any]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise MediaFileError(f"{path}: {error.strerror}") from error
+        raise MediaFileError(f"{path_text(path)}: {error.strerror}") from error
     kind = media_type(path) or f"{modality}/octet-stream"
     url = f"data:{kind};base64,{base64.b64encode(content).decode()}"
     return {"type": f"{modality}_url", f"{modality}_url": {"url": url}}

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
         vision_tensors,
     )
     from encoder.links import MemoryLink
-    from encoder.local import LocalEncoder
+    from encoder.local import LocalEmbedding, LocalEncoder
     from encoder.process import open_server, run_encoder
 
 __all__ = [
+    "LocalEmbedding",
     "LocalEncoder",
     "MemoryLink",
     "Part",
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "LocalEmbedding": "encoder.local",
     "LocalEncoder": "encoder.local",
     "MemoryLink": "encoder.links",
     "Part": "encoder.inventory",

@@ -6,7 +6,7 @@ import time
 import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,17 @@ from preprocess.video.backends import load_video_backend
 
 # Nobody waits at the other end: a film may take as long as it takes.
 _MAX_ITEM_S: Final = 7 * 24 * 3600.0
+
+
+class LocalEmbedding(NamedTuple):
+    """One medium, encoded."""
+
+    layout: MediaLayout
+    rows: NDArray[np.float32]
+    """`[num_rows, width]`; bfloat16 towers widened, which is exact."""
+    key: MediaKey
+    warnings: tuple[str, ...]
+    """What of the medium was damaged or left out."""
 
 
 class LocalEncoder:
@@ -51,10 +62,8 @@ class LocalEncoder:
         # For those who forget to close it: a loop that is still at work when the interpreter ends complains.
         self._closing = weakref.finalize(self, plant.close)
 
-    def encode(
-        self, content: bytes, modality: Modality, options: MediaOptions | None = None
-    ) -> tuple[MediaLayout, NDArray[np.float32], MediaKey]:
-        """Layout, rows `[num_rows, width]` (bfloat16 towers widened, which is exact) and key of one medium.
+    def encode(self, content: bytes, modality: Modality, options: MediaOptions | None = None) -> LocalEmbedding:
+        """One medium's rows and what is known of them.
 
         Memory is the rows and a few parts, however long a video is. Raises MediaError for bad media, TowerFailed;
         CancelledError of concurrent.futures when the encoder is closed meanwhile.
@@ -72,7 +81,12 @@ class LocalEncoder:
         passage = Passage(self._plant.works, content, modality=modality, options=options, key=key)
         arrival = self._plant.run(passage)
         rows = _as_float32(arrival.place.content, self._runner.dtype)
-        return arrival.layout, rows.reshape(arrival.layout.num_rows, -1), key
+        return LocalEmbedding(
+            layout=arrival.layout,
+            rows=rows.reshape(arrival.layout.num_rows, -1),
+            key=key,
+            warnings=arrival.warnings,
+        )
 
     def close(self) -> None:
         """End the threads, and what they are at."""

@@ -249,6 +249,19 @@ def test_a_fault_keeps_what_was_found(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [each["name"] for each in json.loads(json_file.read_text())["results"]] == ["media.good"]
 
 
+def test_an_interruption_keeps_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> float:
+        raise KeyboardInterrupt
+
+    good = case(Contest(detail="", ours=figures(1.0), baseline=2.0), "media.good")
+    monkeypatch.setattr(bench_media, "CASES", (good, case(Contest(detail="", ours=interrupted), "media.other"), good))
+    json_file = tmp_path / "found.json"
+    done = run("--runs", "1", "--json", str(json_file), cache=tmp_path)
+    assert done.exit_code == 130
+    assert "mimo bench: interrupted; 1 of 3 cases were done" in done.stderr
+    assert [each["name"] for each in json.loads(json_file.read_text())["results"]] == ["media.good"]
+
+
 def test_names_are_what_others_compare_by() -> None:
     assert [each.name for each in bench_media.CASES] == [
         *("media.video_gop250_1fps", "media.video_gop250_1fps_decode", "media.video_gop25_1fps"),

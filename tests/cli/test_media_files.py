@@ -1,11 +1,12 @@
 """Which files a command line names, and as what."""
 
 import base64
+import os
 from pathlib import Path
 
 import pytest
 
-from cli.media_files import MediaFileError, chat_part, expand_paths
+from cli.media_files import MediaFileError, chat_part, expand_paths, path_text
 from preprocess.types import Modality
 
 
@@ -24,6 +25,17 @@ def test_unusable_paths_are_named(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(MediaFileError, match=name):
         expand_paths([tmp_path / name])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [(b"a.png", "a.png"), ("ä 中.png".encode(), "ä 中.png"), (b"b\xff\xc3.jpg", "b\\xff\\xc3.jpg")]
+)
+def test_a_name_of_any_bytes_is_text(tmp_path: Path, name: bytes, text: str) -> None:
+    path = tmp_path / os.fsdecode(name)
+    assert path_text(path) == f"{tmp_path}/{text}"
+    with pytest.raises(MediaFileError) as missing:
+        expand_paths([path])
+    assert str(missing.value) == f"{tmp_path}/{text}: no such file"
 
 
 def test_chat_part_carries_the_bytes(tmp_path: Path) -> None:

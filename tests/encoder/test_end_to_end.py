@@ -97,7 +97,7 @@ async def test_the_server_gives_what_offline_encoding_gives_bit_for_bit(
     async with serving(tiny_model_dir, address), EncoderClient.connect([address]) as client:
         keys = Keys(tiny_model_dir, (await client.info()).fingerprint)
         replies = await asyncio.gather(*(encode(client, keys, *medium) for medium in media))
-        for reply, (layout, rows, key) in zip(replies, expected, strict=True):
+        for reply, (layout, rows, key, _) in zip(replies, expected, strict=True):
             assert reply.layout == layout
             assert reply.key == key
             assert np.array_equal(reader.array(reply.ref), rows)

@@ -47,11 +47,12 @@ def test_a_local_encoder_gives_the_same_and_holds_few_parts(
     monkeypatch.setattr(TowerJob, "of_part", classmethod(counted))
     encoder = LocalEncoder(tiny_model_dir, EncoderConfig(max_batch_patches=SMALL_PASS))
     try:
-        layout, rows, _ = encoder.encode(clip, Modality.VIDEO)
+        layout, rows, _, warnings = encoder.encode(clip, Modality.VIDEO)
     finally:
         encoder.close()
     expected, media = whole_rows(clip, Modality.VIDEO)
     assert layout == media.layout
+    assert warnings == media.warnings == ()
     assert rows.tobytes() == expected
     assert 1 <= most <= 4 < NUM_PARTS
 
@@ -65,7 +66,11 @@ def test_a_local_encoder_heeds_its_settings(
 ) -> None:
     encoder = LocalEncoder(tiny_model_dir, config)
     try:
-        assert encoder.encode(damaged, Modality.VIDEO)[1].tobytes() == whole_rows(damaged, Modality.VIDEO)[0]
+        expected, media = whole_rows(damaged, Modality.VIDEO)
+        found = encoder.encode(damaged, Modality.VIDEO)
+        assert found.rows.tobytes() == expected
+        assert found.warnings == media.warnings
+        assert found.warnings
         with pytest.raises(MediaError):
             encoder.encode(b"no medium", Modality.VIDEO)
     finally:

@@ -211,7 +211,7 @@ def test_no_towers_no_runner() -> None:
 
 def test_local_encoder(tiny_model_dir: Path, make_png: Callable[..., bytes], make_wav: Callable[..., bytes]) -> None:
     encoder = LocalEncoder(tiny_model_dir, threads=1)
-    layout, rows, key = encoder.encode(make_png(1), Modality.IMAGE)
+    layout, rows, key, _ = encoder.encode(make_png(1), Modality.IMAGE)
     assert rows.shape == (layout.num_rows, 192)
     assert rows.dtype == np.float32
     assert len(key) == 32
