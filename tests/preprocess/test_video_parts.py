@@ -76,8 +76,8 @@ def test_parts_put_together_are_the_whole(
 def test_raw_parts_hold_the_frames(clip: bytes, tiny: ProcessorConfig, crew: Crew) -> None:
     video = opened(make_video(37, corner=True, gop=10), tiny.video_budget(MediaOptions(num_frames=36)))
     assert len(video.indices) % 2 == 0
-    odd = make_video(12, container="matroska", pts=[0, 1, 2, 3, 4, 5, 60, 61, 62, 63, 64, 65])
-    for one in (video, opened(odd, tiny.video_budget(MediaOptions()))):
+    odd = opened(make_video(1, corner=True), tiny.video_budget(MediaOptions()))
+    for one in (video, odd):
         parts = decoded(one, crew, patches_per_part=100, raw=True)
         frames = [frame for part in parts if isinstance(part.pictures, Pixels) for frame in part.pictures.frames]
         assert len(frames) == 2 * one.grid_thw[0]
@@ -86,7 +86,7 @@ def test_raw_parts_hold_the_frames(clip: bytes, tiny: ProcessorConfig, crew: Cre
         assert all(frame.flags.c_contiguous and frame.dtype == np.uint8 for frame in frames)
         if len(one.indices) % 2:
             assert frames[-1] is frames[-2]
-    assert len(opened(odd, tiny.video_budget(MediaOptions())).indices) == 3
+    assert len(odd.indices) == 1
 
 
 def test_a_slow_consumer_holds_decoding_up(clip: bytes, budget: VideoBudget, crew: Crew) -> None:
