@@ -6,6 +6,7 @@ Nothing here knows HTTP; `epd.gateway.app` turns parts into JSON and errors into
 """
 
 import asyncio
+import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
@@ -26,6 +27,8 @@ from epd.gateway.schema import ChatBody
 from epd.gateway.toolcalls import ToolCall
 from epd.router.workers import Fleet
 from epd.types import FinishReason, GenerateRequest, SamplingParams, TokenLogprob, Usage
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,9 @@ class ChatService:
         self._check_length(prompt)
         async with self.media.open(conversation.media, deadline_unix_s=deadline_unix_s) as media:
             self._count_media(conversation, started_s)
+            warnings = media.warnings
+            for warning in warnings:
+                logger.info("request %s: %s", request_id, warning)
             assembled = self.renderer.assemble(prompt, media.layouts)
             request = GenerateRequest(
                 request_id=request_id,
@@ -61,7 +67,12 @@ class ChatService:
                 deadline_unix_s=deadline_unix_s,
             )
             reader = AnswerReader(
-                renderer=self.renderer, body=body, conversation=conversation, prompt=prompt, assembled=assembled
+                renderer=self.renderer,
+                body=body,
+                conversation=conversation,
+                prompt=prompt,
+                assembled=assembled,
+                warnings=warnings,
             )
             async with aclosing(self._read(self._generation(request, media), reader, started_s)) as parts:
                 async for part in parts:
@@ -154,12 +165,15 @@ class AnswerReader:
         conversation: Conversation,
         prompt: Prompt,
         assembled: AssembledPrompt,
+        warnings: tuple[str, ...],
     ) -> None:
+        """`warnings`: of the request's media, for the client."""
         self._detokenizer = Detokenizer(renderer.vocabulary.token_bytes)
         self._stops = StopStrings(body.stop_strings)
         tools: Mapping[str, Mapping[str, Any]] | None = conversation.tool_schemas
         self._parser = AnswerParser(tools=tools, in_reasoning=prompt.opens_reasoning)
         self._assembled = assembled
+        self._warnings = warnings
         self._single_call = body.parallel_tool_calls is False
         self._num_reasoning_tokens = 0
         self._has_tool_calls = False
@@ -202,6 +216,7 @@ class AnswerReader:
             end.usage,
             self._num_reasoning_tokens,
             self._assembled.num_media_tokens,
+            self._warnings,
         )
 
     def _seen(self, pieces: list[Piece]) -> list[Piece]:

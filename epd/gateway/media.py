@@ -90,6 +90,15 @@ class MediaSet:
     def num_cached(self) -> int:
         return sum(reply.cached for reply in self._replies)
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What of the media was damaged or left out, each naming its part."""
+        return tuple(
+            f"{medium.part.param}: {warning}"
+            for medium, reply in zip(self._media, self._replies, strict=True)
+            for warning in reply.warnings
+        )
+
     async def prepare(self, parts: Sequence[MediaPart]) -> None:
         """Raises Refused naming the part."""
         self._media = await _all(self._stage.fetch(part, asker=self) for part in parts)

@@ -28,6 +28,8 @@ class AnswerEnd:
     usage: Usage
     num_reasoning_tokens: int
     num_media_tokens: Mapping[Modality, int]
+    warnings: tuple[str, ...]
+    """What of the media was damaged or left out, each naming its part of the request."""
 
 
 def finish_reason(reason: FinishReason, *, has_tool_calls: bool) -> str:
@@ -48,6 +50,11 @@ def usage_json(end: AnswerEnd) -> dict[str, Any]:
         },
         "completion_tokens_details": {"reasoning_tokens": end.num_reasoning_tokens},
     }
+
+
+def _warnings_json(end: AnswerEnd) -> dict[str, Any]:
+    """A field that OpenAI's answers do not have: left out while there is nothing to say."""
+    return {"warnings": list(end.warnings)} if end.warnings else {}
 
 
 def logprob_json(entries: Sequence[TokenLogprob], vocabulary: Vocabulary) -> list[dict[str, Any]]:
@@ -94,7 +101,8 @@ class ReplyWriter:
         return [self._chunk(delta, None, logprobs if i == 0 else None) for i, delta in enumerate(deltas)]
 
     def last_chunk(self, end: AnswerEnd) -> dict[str, Any]:
-        return self._chunk({}, end.finish_reason)
+        """The one with the finish reason, and the warnings. Usage comes after it, if asked for."""
+        return {**self._chunk({}, end.finish_reason), **_warnings_json(end)}
 
     def usage_chunk(self, end: AnswerEnd) -> dict[str, Any]:
         return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage_json(end)}
@@ -125,7 +133,8 @@ class ReplyWriter:
             "logprobs": {"content": self._logprobs} if self.with_logprobs else None,
             "finish_reason": end.finish_reason,
         }
-        return {**self._head("chat.completion"), "choices": [choice], "usage": usage_json(end)}
+        head = self._head("chat.completion")
+        return {**head, "choices": [choice], "usage": usage_json(end), **_warnings_json(end)}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.completion_id, "object": kind, "created": self.created_unix_s, "model": self.model}

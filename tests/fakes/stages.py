@@ -240,9 +240,10 @@ LAYOUTS = {
 
 @dataclass
 class FakeEncoder:
-    """Layouts by modality, leases counted; `errors` maps content to what its encoding raises."""
+    """Layouts by modality, leases counted; `errors` maps content to what its encoding raises, `warnings` to its own."""
 
     errors: dict[bytes, MediaError | EncoderError] = field(default_factory=dict)
+    warnings: dict[bytes, tuple[str, ...]] = field(default_factory=dict)
     up: bool = True
     release_error: Exception | None = None
     encoded: list[bytes] = field(default_factory=list)
@@ -271,7 +272,13 @@ class FakeEncoder:
             lease_id=lease_id,
         )
         return EncodeReply(
-            request_id="r", key=key, layout=layout, ref=ref, cached=False, timings=StageTimings(), warnings=()
+            request_id="r",
+            key=key,
+            layout=layout,
+            ref=ref,
+            cached=False,
+            timings=StageTimings(),
+            warnings=self.warnings.get(content, ()),
         )
 
     def release(self, ref: EmbeddingRef) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from typing import Any
 
 import openai
@@ -63,6 +64,32 @@ async def test_sync_client_in_a_thread() -> None:
                 return whole.choices[0].message.content, "".join(pieces)
 
         assert await asyncio.to_thread(talk) == ("a red circle", "a red circle")
+
+
+async def test_warnings_reach_the_client_and_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """A field of ours, on the whole answer and on the chunk that ends a stream; absent when there is nothing to say."""
+    skipped = "20 damaged packets were skipped"
+    expected = [
+        f"messages[1].content[2].video_url: {skipped}",
+        "messages[1].content[2].video_url: audio: left out",
+        f"messages[1].content[3].audio_url: {skipped}",
+    ]
+    caplog.set_level(logging.INFO, logger="epd.gateway.chat")
+    async with running_gateway(says("a red circle")) as stack, async_client(stack) as client:
+        assert not hasattr((await whole_and_streamed(stack, client))[0], "warnings")
+        assert not caplog.records
+        stack.encoder.warnings = {b"video": (skipped, "audio: left out"), b"audio": (skipped,)}
+        whole, streamed = await whole_and_streamed(stack, client)
+        assert whole.warnings == whole.to_dict()["warnings"] == expected
+        assert whole.choices[0].message.content == streamed.choices[0].message.content == "a red circle"
+        assert [record.getMessage() for record in caplog.records] == [
+            f"request {answer.id}: {warning}" for answer in (whole, streamed) for warning in expected
+        ]
+        stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+        *others, last = [chunk async for chunk in stream]
+        assert last.choices[0].finish_reason == "stop"
+        assert last.warnings == expected  # type: ignore[attr-defined]
+        assert not any(hasattr(chunk, "warnings") for chunk in others)
 
 
 async def test_tools_and_the_turn_after() -> None:
