@@ -15,7 +15,8 @@ here holds what another waits for: decoders wait for the tower, the tower for no
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Generic, Protocol, TypeVar
@@ -25,7 +26,7 @@ from encoder.runner import PASS_PATCHES, MediumRows, TowerJob
 from encoder.tower_queue import Ticket, TowerQueue
 from encoder.types import StageTimings
 from preprocess.config import ProcessorConfig
-from preprocess.errors import MediaUndecodable
+from preprocess.errors import MediaDecodeTimeout, MediaUndecodable
 from preprocess.pool import DecodePool, MediaChanged, PooledMedia
 from preprocess.types import MediaKey, MediaLayout, MediaOptions, MediaPart, Modality
 
@@ -158,14 +159,7 @@ class Passage(Generic[PlaceT]):
                 await works.tower.wait_for_room()
                 started_s = works.clock()
                 try:
-                    with await works.pool.open(
-                        self._content,
-                        modality=self._modality,
-                        options=self._options,
-                        config=works.processor,
-                        key=self._key,
-                        timeout_s=remaining_s(),
-                    ) as medium:
+                    with await self._open(self._content, remaining_s()) as medium:
                         if self._has_room(medium.layout.num_rows):
                             await self._decode_opened(medium, remaining_s)
                             return
@@ -174,18 +168,44 @@ class Passage(Generic[PlaceT]):
                     self._prepare_s += works.clock() - started_s
             await self._wait_for_room(num_rows)
 
+    async def _open(self, content: bytes, timeout_s: float | None) -> PooledMedia:
+        with self._own_limit_named(timeout_s):
+            return await self._works.pool.open(
+                content,
+                modality=self._modality,
+                options=self._options,
+                config=self._works.processor,
+                key=self._key,
+                timeout_s=timeout_s,
+            )
+
+    @contextmanager
+    def _own_limit_named(self, timeout_s: float | None) -> Iterator[None]:
+        """Who waits less than the encoder would have allowed knows why it ends; else the operator's setting does it."""
+        longest_s = self._works.pool.settings.max_item_s
+        try:
+            yield
+        except MediaDecodeTimeout as error:
+            if timeout_s is not None and timeout_s < longest_s:
+                raise
+            raise MediaDecodeTimeout(
+                f"decoding took over {longest_s:g} s, the longest this server gives to one medium (encoder.max_item_s)"
+            ) from error
+
     async def _decode_opened(self, medium: PooledMedia, remaining_s: Callable[[], float | None]) -> None:
         works = self._works
         for _ in range(MAX_CHANGES + 1):
             self._begin(medium)
+            timeout_s = remaining_s()
             try:
-                await works.pool.decode(
-                    medium,
-                    self._take_part,
-                    patches_per_part=PASS_PATCHES,
-                    raw=works.raw,
-                    timeout_s=remaining_s(),
-                )
+                with self._own_limit_named(timeout_s):
+                    await works.pool.decode(
+                        medium,
+                        self._take_part,
+                        patches_per_part=PASS_PATCHES,
+                        raw=works.raw,
+                        timeout_s=timeout_s,
+                    )
             except MediaChanged:
                 # What was made of the parts so far is void.
                 await self._recall()

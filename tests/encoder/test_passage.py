@@ -18,7 +18,7 @@ from encoder import tower_queue as queue_module
 from encoder.client import ArenaReader
 from encoder.types import CancelEncode, EncodeFailure, EncodeReply
 from preprocess.config import Isolation
-from preprocess.errors import MediaUndecodable
+from preprocess.errors import MediaDecodeTimeout, MediaUndecodable
 from preprocess.pipeline import LayoutChanged, OpenMedia
 from preprocess.types import MediaPart, Modality
 from tests.fakes.clips import make_video
@@ -238,6 +238,46 @@ async def test_a_decoder_that_fails_in_the_middle(
             failure = await peer.encode(clip, modality=Modality.VIDEO)
         assert isinstance(failure, EncodeFailure)
         assert (failure.code, failure.message) == ("media_undecodable", "no more of this")
+
+
+def assert_names_the_limit(failure: object, limit: str) -> None:
+    assert isinstance(failure, EncodeFailure)
+    assert (failure.code, failure.status) == ("media_decode_timeout", 504)
+    assert failure.message.startswith(f"decoding took over {limit} s, the longest this server gives to one medium")
+    assert failure.message.endswith("(encoder.max_item_s)")
+
+
+@pytest.mark.parametrize("isolation", ["threads", "processes"])
+async def test_the_encoder_s_own_time_limit_is_named(
+    open_peer: Opener, make_wav: Callable[..., bytes], isolation: Isolation
+) -> None:
+    """An operator finds the setting; whoever had less time of their own hears of no setting."""
+    async with open_peer(replace(CONFIG, max_item_s=1e-4, isolation=isolation)) as peer:
+        assert_names_the_limit(await peer.encode(make_wav(1, 60.0), modality=Modality.AUDIO), "0.0001")
+        request = peer.request(make_wav(2, 60.0), Modality.AUDIO)
+        passage = passage_module.Passage(
+            peer.server._works,
+            make_wav(2, 60.0),
+            modality=request.modality,
+            options=request.options,
+            key=request.key,
+        )
+        with pytest.raises(MediaDecodeTimeout) as own:
+            await passage.run(lambda: 1e-5)
+        assert "max_item_s" not in own.value.message
+
+
+async def test_the_time_limit_is_named_wherever_it_strikes(
+    open_peer: Opener, monkeypatch: pytest.MonkeyPatch, clip: bytes
+) -> None:
+    def around(decode: Callable[[Put], None], put: Put) -> None:
+        time.sleep(1.5)
+        decode(put)
+
+    async with open_peer(replace(CONFIG, arena_bytes=2**22, max_item_s=1.0)) as peer:
+        with monkeypatch.context() as patched:
+            decode_like(patched, around)
+            assert_names_the_limit(await peer.encode(clip, modality=Modality.VIDEO), "1")
 
 
 async def test_parts_that_never_come_are_an_error(
