@@ -4,6 +4,9 @@ import asyncio
 import io
 import json
 import os
+import pty
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -186,6 +189,41 @@ def test_results_come_in_the_order_of_the_files(tmp_path: Path) -> None:
     done = mimo("encode", *names, "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [json.loads(line)["file"] for line in done.stdout.splitlines()] == names
+
+
+def test_an_interrupted_run_keeps_what_is_done(tmp_path: Path) -> None:
+    """On a terminal, where progress shows when to interrupt."""
+    for i in range(200):
+        (tmp_path / f"{i:03}.png").write_bytes((SAMPLES / "picture.png").read_bytes())
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "120"}
+    command = [sys.executable, "-m", "cli", "encode", str(tmp_path), "--out", "out.safetensors"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=theirs) as process:
+        os.close(theirs)
+        told = b""
+        while chunk := read_some(ours):
+            told += chunk
+            if process.poll() is None and re.search(rb"[1-9]\d*/200", told):
+                process.send_signal(signal.SIGINT)
+                break
+        while chunk := read_some(ours):
+            told += chunk
+    os.close(ours)
+    assert process.returncode == 130, told
+    assert b"Traceback" not in told
+    found = re.search(rb"interrupted: (\d+) of 200 files", told)
+    assert found is not None, told
+    tensors, metadata = read(tmp_path / "out.safetensors")
+    assert set(tensors) == set(metadata)
+    assert 1 <= len(tensors) == int(found[1]) < 200
+
+
+def read_some(terminal: int) -> bytes:
+    """Nothing once the other end is closed, which a terminal calls an error."""
+    try:
+        return os.read(terminal, 4096)
+    except OSError:
+        return b""
 
 
 def test_nothing_is_written_when_nothing_could_be_read(tmp_path: Path) -> None:
