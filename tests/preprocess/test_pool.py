@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from preprocess import (
     MediaKey,
     MediaOptions,
     MediaUndecodable,
+    MediaUnsupported,
     Modality,
     ProcessorConfig,
 )
@@ -223,6 +225,19 @@ async def test_content_may_be_any_bytes(
     text: Any = "no bytes"
     with pytest.raises(TypeError):
         await pool.prepare(text, **how)
+
+
+async def test_operators_are_told_once_what_they_could_change(
+    pool: DecodePool, tiny: ProcessorConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = replace(tiny, video_backend="decord")
+    for _ in range(2):
+        with pytest.raises(MediaUnsupported) as caught:
+            await pool.prepare(
+                make_video(8, container="avi"), modality=Modality.VIDEO, options=MediaOptions(), config=config, key=KEY
+            )
+        assert "pyav" not in caught.value.message
+    assert caplog.text.count("video_backend 'pyav' decodes what") == 1
 
 
 async def test_damage_changes_the_layout(pool: DecodePool, tiny: ProcessorConfig) -> None:
