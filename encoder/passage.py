@@ -147,8 +147,7 @@ class Passage(Generic[PlaceT]):
             return Arrival(place, rows.layout, rows.checksum, self._warnings)
         finally:
             if not arrived:
-                await self._recall()
-                self._vacate()
+                await self._leave()
 
     async def _decode(self, remaining_s: Callable[[], float | None]) -> None:
         """Hands everything to the tower."""
@@ -259,6 +258,19 @@ class Passage(Generic[PlaceT]):
         place, self._place, self._rows = self._place, None, None
         if place is not None:
             self._works.room.abandon(place)
+
+    async def _leave(self) -> None:
+        """Give the place back, after the tower has left it: who fails may be cancelled as well while it waits."""
+        cancelled: asyncio.CancelledError | None = None
+        while True:
+            try:
+                await self._recall()
+                break
+            except asyncio.CancelledError as error:
+                cancelled = error
+        self._vacate()
+        if cancelled is not None:
+            raise cancelled
 
     async def _recall(self) -> None:
         """No job of this medium waits or is in the tower after this."""

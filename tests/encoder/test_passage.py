@@ -205,6 +205,32 @@ async def test_who_leaves_in_the_middle_leaves_nothing(
         assert tower.num_passes < NUM_PARTS
 
 
+async def test_who_is_cancelled_while_failing_leaves_nothing(
+    open_peer: Opener, small_parts: None, monkeypatch: pytest.MonkeyPatch, clip: bytes
+) -> None:
+    """Its time is over, it waits for the part that is in the tower, and then nobody waits for it any more."""
+    monkeypatch.setattr(queue_module, "MAX_HELD_BYTES", 2 * PART_BYTES)
+    config = replace(CONFIG, arena_bytes=2**22, max_batch_patches=SMALL_PASS, max_item_s=1.0)
+    async with open_peer(config) as peer:
+        await peer.server._pool.warm_up()
+        async with nothing_left(peer):
+            tower = Tower(peer)
+            tower.gate.clear()
+            request = peer.request(clip, Modality.VIDEO)
+            peer.send(request, clip)
+            await until(lambda: tower_waits(peer))
+            await asyncio.sleep(1.5)
+            peer.server.handle(CancelEncode(request_id=request.request_id), (), lambda *_: None, peer="peer")
+            await asyncio.sleep(0.1)
+            assert peer.server._store.usage().reserved_bytes > 0, "the tower still writes there"
+            tower.gate.set()
+
+
+def tower_waits(peer: Peer) -> bool:
+    queue = peer.server._tower
+    return queue.num_batches > 0 and len(queue._batcher) > 0
+
+
 async def test_a_part_that_fails_in_the_tower_fails_its_medium_only(
     open_peer: Opener, small_parts: None, clip: bytes, make_png: Callable[..., bytes]
 ) -> None:
