@@ -49,15 +49,15 @@ def test_sound_shorter_as_long_and_longer(
     sound_s: float, slices: tuple[tuple[int, int], ...], local: LocalEncoder
 ) -> None:
     content = clip(40, sound_s)
-    layout, rows, _ = local.encode(content, Modality.VIDEO, FOUR_FRAMES)
+    layout, rows, _, _ = local.encode(content, Modality.VIDEO, FOUR_FRAMES)
     assert layout.audio_slices == slices
-    _, alone, _ = local.encode(content, Modality.AUDIO)
+    _, alone, _, _ = local.encode(content, Modality.AUDIO)
     kept = sum(length for _, length in slices)
     assert layout.num_audio_rows == kept
     assert len(alone) >= kept
     # What is kept is the sound's own rows from the first on, after all rows of the pictures.
     np.testing.assert_array_equal(rows[layout.num_vision_tokens :], alone[:kept])
-    silent, pictures, _ = local.encode(content, Modality.VIDEO, MediaOptions(num_frames=4, use_audio=False))
+    silent, pictures, _, _ = local.encode(content, Modality.VIDEO, MediaOptions(num_frames=4, use_audio=False))
     np.testing.assert_array_equal(rows[: layout.num_vision_tokens], pictures)
     assert silent.audio_slices == ()
 
@@ -73,7 +73,7 @@ def test_sound_shorter_as_long_and_longer(
 def test_no_track(local: LocalEncoder) -> None:
     content = clip(40, None)
     for options in (FOUR_FRAMES, MediaOptions(num_frames=4, use_audio=False)):
-        layout, rows, _ = local.encode(content, Modality.VIDEO, options)
+        layout, rows, _, _ = local.encode(content, Modality.VIDEO, options)
         assert layout.audio_slices == ()
         assert len(rows) == layout.num_vision_tokens
     with pytest.raises(MediaUndecodable, match="use_audio is true, but the video has no audio track") as refused:
@@ -91,7 +91,7 @@ def test_a_track_that_is_asked_for_and_there(local: LocalEncoder) -> None:
 
 def test_a_video_too_short_for_one_row_of_sound(local: LocalEncoder) -> None:
     # Two frames at 30 fps end at 67 ms: before the first row of sound is over.
-    layout, rows, _ = local.encode(clip(2, 1.0, rate=30), Modality.VIDEO)
+    layout, rows, _, _ = local.encode(clip(2, 1.0, rate=30), Modality.VIDEO)
     assert layout.audio_slices == ((0, 0),)
     assert len(rows) == layout.num_vision_tokens
     expansion = expand(layout, IDS, lambda text: [])
@@ -100,6 +100,6 @@ def test_a_video_too_short_for_one_row_of_sound(local: LocalEncoder) -> None:
 
 def test_one_frame_with_sound(local: LocalEncoder) -> None:
     # A single frame is taken to last a second.
-    layout, rows, _ = local.encode(clip(1, 3.0), Modality.VIDEO)
+    layout, rows, _, _ = local.encode(clip(1, 3.0), Modality.VIDEO)
     assert layout.audio_slices == ((0, 6),)
     assert len(rows) == layout.num_vision_tokens + 6
