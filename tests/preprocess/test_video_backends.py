@@ -330,7 +330,8 @@ def test_any_group_and_any_targets(
     for backend in backends:
         video = opened(content, backend, numbers)
         assert_close(decoded(video), expected, EQUAL)
-        assert video.warnings == ()
+        # FFmpeg 5 gives up on the odd open group; then the planner's frames stand in, and it says so.
+        assert all(warning.startswith("not decoded by torchcodec") for warning in video.warnings)
 
 
 @pytest.mark.usefixtures("torchcodec")
