@@ -105,12 +105,14 @@ def test_an_interruption_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.
     done = encode(tmp_path, "--out", out)
     assert done.exit_code == 130
     (line,) = done.stderr.splitlines()
-    # Which of the two threads begins first is theirs to say, and one more may begin before the signal arrives.
+    # Which of the two threads begins first is theirs to say, and the signal comes a little before or after a result.
     began = Interrupted.began
-    whole = sorted(content.decode() for content in began if content not in (stuck, began[2]))
-    assert line.startswith(f"interrupted: {len(whole)} of 9 files, {2 * len(whole)} rows in ")
+    whole = [str(tmp_path / f"{content.decode()}.png") for content in began if content not in (stuck, began[2])]
+    kept = list(read(out))
+    assert kept
+    assert set(kept) <= set(whole)
+    assert line.startswith(f"interrupted: {len(kept)} of 9 files, {2 * len(kept)} rows in ")
     assert line.endswith(f"written to {out}")
-    assert list(read(out)) == [str(tmp_path / f"{name}.png") for name in whole]
     assert sorted(began) in ([b"0", b"1", b"2"], [b"0", b"1", b"2", b"3"])
     assert not list(tmp_path.glob(".*"))
 
