@@ -1,4 +1,7 @@
-"""Fetching from servers that are slow, lying, endless or broken, byte by byte, with the loop's time moved by hand."""
+"""Fetching from servers that are slow, lying, endless or broken, byte by byte, with the loop's time moved by hand.
+
+Long, because each way of misbehaving is one small server.
+"""
 
 from __future__ import annotations
 

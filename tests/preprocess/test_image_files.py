@@ -1,4 +1,7 @@
-"""Files as people send them: depths, keys, containers, cut and damaged ones. Expected values follow from the file."""
+"""Files as people send them: depths, keys, containers, cut and damaged ones. Expected values follow from the file.
+
+Long, because it is one list of kinds of file.
+"""
 
 from __future__ import annotations
 

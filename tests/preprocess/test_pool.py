@@ -1,4 +1,7 @@
-"""The decode pool in both modes: results, parts, back pressure, errors, deadlines, bounded threads, no growth."""
+"""The decode pool in both modes: results, parts, back pressure, errors, deadlines, bounded threads, no growth.
+
+Long, because both modes run the same tests.
+"""
 
 from __future__ import annotations
 

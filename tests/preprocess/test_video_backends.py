@@ -1,4 +1,5 @@
 """Every backend gives the frame that was asked for, or says that it does not. Frames carry their number.
+Long, because most of it is the list of clips and what each backend makes of them.
 
 torchcodec tests are left out, with the reason, where the library or the FFmpeg it needs is missing.
 """
