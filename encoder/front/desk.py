@@ -1,0 +1,224 @@
+"""Where every dialect of the front asks for an embedding: fetch -> key -> replica -> rows that can be read here.
+
+    source --fetch--> content --hash--> key --ring--> replica --reply--> rows in the host's arena, under a lease
+                                                                 '-----> rows in the reply, from another host
+
+Rows of a replica on this host are a view of shared memory and cost no copy. The lease ends with `Encoding.release`, or
+at the deadline of whoever asked: read the rows before that.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from encoder.client import ArenaReader, EncoderClient
+from encoder.errors import EmbeddingLost, EncodeDeadline, EncoderUnavailable
+from encoder.types import EncodeReply, EncoderInfo, StageTimings
+from preprocess.config import ProcessorConfig
+from preprocess.errors import MediaUnsupported
+from preprocess.fetch import Fetcher
+from preprocess.keys import media_key
+from preprocess.types import MediaKey, MediaLayout, MediaOptions, MediaSource, Modality
+
+# Hashed on the event loop; more is hashed on a thread.
+_INLINE_HASH_BYTES: Final = 256 << 10
+_WATCH_S: Final = 0.5
+
+_Answer = tuple[EncodeReply, memoryview | None]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Encoding:
+    """One medium, encoded. Its rows stay what they are until `release`, or until the deadline it was asked with."""
+
+    key: MediaKey
+    layout: MediaLayout
+    dtype: str
+    """float32 or bfloat16."""
+    num_rows: int
+    width: int
+    cached: bool
+    warnings: tuple[str, ...]
+    timings: StageTimings
+    """Of the replica."""
+    fetch_s: float
+    """Getting the content; zero for content that came with the request."""
+    rows: memoryview
+    """Bytes of `[num_rows, width]`, C order, little-endian; read-only by agreement."""
+    _end: Callable[[], None] | None = field(repr=False)
+
+    def release(self) -> None:
+        """Give the lease back; the rows may be anything after this. May be called again."""
+        end, self._end = self._end, None
+        if end is not None:
+            end()
+
+
+class EncodeDesk:
+    """Encodes single media for the handlers of one process, on its event loop. Fetcher and client are the caller's."""
+
+    def __init__(
+        self,
+        *,
+        fetcher: Fetcher,
+        encoder: EncoderClient,
+        processor: ProcessorConfig,
+        patience_s: Callable[[], float] = lambda: 12.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`patience_s`: how long to wait, as of now, while no replica is up. `clock` gives Unix seconds."""
+        self._fetcher = fetcher
+        self._encoder = encoder
+        self._processor = processor
+        self._patience_s = patience_s
+        self._clock = clock
+        self._reader = ArenaReader()
+        self._info: EncoderInfo | None = None
+
+    @property
+    def modalities(self) -> tuple[Modality, ...]:
+        """What the replicas encode. Raises EncoderUnavailable while none has been up, like the next two."""
+        return self._known().modalities
+
+    @property
+    def width(self) -> int:
+        """Values in a row."""
+        return self._known().width
+
+    @property
+    def dtype(self) -> str:
+        """float32 or bfloat16."""
+        return self._known().dtype
+
+    async def learn(self, timeout_s: float | None = None) -> EncoderInfo:
+        """A replica that is up, waited for. Raises EncoderUnavailable after `timeout_s`, or the patience of now."""
+        self._info = await self._encoder.info(self._patience_s() if timeout_s is None else timeout_s)
+        return self._info
+
+    def _known(self) -> EncoderInfo:
+        """The last word of any replica, also of one that is not up at present: all run the same weights."""
+        up = next((info for info in self._encoder.infos().values() if info is not None), None)
+        self._info = up or self._info
+        if self._info is None:
+            raise EncoderUnavailable("no encoder has been up yet", retry_after_s=1.0)
+        return self._info
+
+    async def encode(self, source: MediaSource, *, asker: Hashable, deadline_unix_s: float) -> Encoding:
+        """Rows of the medium behind a URL.
+
+        `asker` is the request, which has a share of the downloads and no more. Raises MediaError for a fault of the
+        medium, EncoderError for one of the stage; EncodeDeadline also while the content is still being fetched.
+        """
+        self._check_options(source.modality, source.options)
+        started_s = self._clock()
+        try:
+            async with asyncio.timeout(max(0.0, deadline_unix_s - started_s)) as limit:
+                content = await self._fetcher.fetch(source, asker=asker)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise EncodeDeadline("the deadline passed while the medium was fetched") from error
+        fetch_s = self._clock() - started_s
+        return await self._encode(content, source.modality, source.options, deadline_unix_s, fetch_s)
+
+    async def encode_content(
+        self, content: bytes, modality: Modality, options: MediaOptions, *, deadline_unix_s: float
+    ) -> Encoding:
+        """`encode` of bytes that are here already. The options must apply to the modality."""
+        self._check_options(modality, options)
+        return await self._encode(content, modality, options, deadline_unix_s, 0.0)
+
+    async def _encode(
+        self, content: bytes, modality: Modality, options: MediaOptions, deadline_unix_s: float, fetch_s: float
+    ) -> Encoding:
+        info = await self.learn(min(self._patience_s(), max(0.0, deadline_unix_s - self._clock())))
+        if modality not in info.modalities:
+            raise MediaUnsupported(f"this model has no tower for {modality}")
+        processor = replace(self._processor, video_backend=info.video_backend)
+        key = await _key(content, modality, options, processor, info.fingerprint)
+        reply, _ = await self._ask(content, modality, options, key, deadline_unix_s, inline=False)
+        try:
+            return self._encoding(reply, self._reader.content(reply.ref), fetch_s)
+        except EmbeddingLost:
+            # The replica is on another host, or has ended since: ask once more, for the bytes themselves.
+            self._encoder.release(reply.ref)
+        reply, rows = await self._ask(content, modality, options, key, deadline_unix_s, inline=True)
+        assert rows is not None, "an inline reply carries its rows"
+        return self._encoding(reply, rows, fetch_s)
+
+    def _encoding(self, reply: EncodeReply, rows: memoryview, fetch_s: float) -> Encoding:
+        ref = reply.ref
+        return Encoding(
+            key=reply.key,
+            layout=reply.layout,
+            dtype=ref.dtype,
+            num_rows=ref.num_rows,
+            width=ref.width,
+            cached=reply.cached,
+            warnings=reply.warnings,
+            timings=reply.timings,
+            fetch_s=fetch_s,
+            rows=rows,
+            _end=lambda: self._encoder.release(ref),
+        )
+
+    def _check_options(self, modality: Modality, options: MediaOptions) -> None:
+        """Raises MediaInvalid for an option above this server's ceiling, before anything is fetched."""
+        match modality:
+            case Modality.IMAGE:
+                self._processor.image_budget(options)
+            case Modality.VIDEO:
+                self._processor.video_budget(options)
+            case Modality.AUDIO:
+                pass
+
+    async def _ask(
+        self,
+        content: bytes,
+        modality: Modality,
+        options: MediaOptions,
+        key: MediaKey,
+        deadline_unix_s: float,
+        *,
+        inline: bool,
+    ) -> _Answer:
+        """The client waits for a replica until the deadline; here that ends after `patience_s` without any."""
+
+        async def asking() -> _Answer:
+            if not inline:
+                return await self._encoder.encode(content, modality, options, key, deadline_unix_s), None
+            reply, frame = await self._encoder.encode_inline(content, modality, options, key, deadline_unix_s)
+            return reply, frame.data
+
+        asked = asyncio.create_task(asking())
+        seen_s = self._clock()
+        try:
+            while not asked.done():
+                await asyncio.wait({asked}, timeout=_WATCH_S)
+                if any(self._encoder.infos().values()):
+                    seen_s = self._clock()
+                elif self._clock() - seen_s > self._patience_s():
+                    raise EncoderUnavailable("no encoder is up", retry_after_s=5.0)
+        except BaseException:
+            asked.cancel()
+            # It may have been answered in the same moment, and nobody else would give that lease back.
+            asked.add_done_callback(self._release_unseen)
+            raise
+        return asked.result()
+
+    def _release_unseen(self, asked: "asyncio.Task[_Answer]") -> None:
+        if not asked.cancelled() and asked.exception() is None:
+            self._encoder.release(asked.result()[0].ref)
+
+
+async def _key(
+    content: bytes, modality: Modality, options: MediaOptions, processor: ProcessorConfig, fingerprint: str
+) -> MediaKey:
+    def compute() -> MediaKey:
+        return media_key(
+            content, modality=modality, options=options, processor=processor, tower_fingerprint=fingerprint
+        )
+
+    return compute() if len(content) <= _INLINE_HASH_BYTES else await asyncio.to_thread(compute)
