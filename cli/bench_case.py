@@ -4,6 +4,7 @@ One round runs every contender once, in an order that turns from round to round,
 falls on all of them. Ratios are taken within a round; the result is their median.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,8 +15,10 @@ from typing import Any, Literal, Protocol
 
 from cli.bench_machine import Busyness
 
-Unit = Literal["s", "MB"]
-"""Of a contender's figure. Less is better for both."""
+Unit = Literal["s", "MB", "req/s", "GFLOP/s", "hits"]
+"""Of a contender's figure. `hits` is the share of requests that a cache answered, 0 to 1."""
+MORE_IS_BETTER: frozenset[Unit] = frozenset({"req/s", "GFLOP/s", "hits"})
+"""Of seconds and megabytes less is better."""
 Contender = Callable[[], float]
 """Runs once; its figure."""
 
@@ -47,6 +50,28 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """Curves that a plot shows beside the ratios, over a logarithmic axis."""
+
+    title: str
+    x_label: str
+    y_label: str
+    curves: Mapping[str, Sequence[tuple[float, float]]]
+    """(x, y) by who."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What a case tells besides the one figure of each contender."""
+
+    lines: tuple[str, ...] = ()
+    """For the reader of the table."""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    """Plain values for the JSON."""
+    panels: tuple[Panel, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Contest:
     """Who runs. `limit` may be a figure known beforehand; None for what there is not."""
 
@@ -55,6 +80,8 @@ class Contest:
     ours: Contender
     baseline: Contender | float | None = None
     limit: Contender | float | None = None
+    findings: Callable[[], Findings] | None = None
+    """Asked once, after the last round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +109,7 @@ class Result:
     samples: Mapping[str, Sequence[float]]
     others_share: float | None = None
     """Share of the machine's CPU time that went to others meanwhile; None where the system does not tell."""
+    findings: Findings = field(default_factory=Findings)
 
     @property
     def ours(self) -> float:
@@ -119,6 +147,7 @@ class Result:
             "input": self.detail,
             "against": {"baseline": self.case.baseline, "limit": self.case.limit},
             "others_cpu_share": _rounded(self.others_share),
+            **({"figures": self.findings.figures} if self.findings.figures else {}),
         }
 
     def _median(self, who: str) -> float | None:
@@ -129,7 +158,16 @@ class Result:
         values = self.samples.get(who)
         if not values:
             return None
-        return median(other / ours for other, ours in zip(values, self.samples["ours"], strict=True))
+        unit = self.case.unit
+        return median(times_better(ours, other, unit) for ours, other in zip(self.samples["ours"], values, strict=True))
+
+
+def times_better(ours: float, other: float, unit: Unit) -> float:
+    """Above 1: ours is better by that factor, whichever way the unit goes. Infinite where the worse figure is 0."""
+    better, worse = (ours, other) if unit in MORE_IS_BETTER else (other, ours)
+    if worse == 0:
+        return 1.0 if better == 0 else math.inf
+    return better / worse
 
 
 def run_case(case: Case, setting: Setting, *, runs: int, bars: Bars) -> Result:
@@ -153,6 +191,7 @@ def run_case(case: Case, setting: Setting, *, runs: int, bars: Bars) -> Result:
             detail=contest.detail,
             samples={who: values for who, values in samples.items() if values},
             others_share=busyness.others_share(),
+            findings=contest.findings() if contest.findings is not None else Findings(),
         )
 
 
@@ -188,5 +227,5 @@ def _rotated(names: list[str], index: int) -> list[str]:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Five digits that count."""
-    return None if value is None else float(f"{value:.5g}")
+    """Five digits that count; JSON knows no infinity."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")

@@ -1,19 +1,28 @@
 """What a bench found, as a table, as JSON and as a picture."""
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cli.bench_case import Case, Result
+from cli.bench_case import Case, Panel, Result, times_better
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # Above this share of the machine in other hands, figures are not worth keeping.
 _BUSY_SHARE = 0.1
+_OURS, _PLAIN, _LIMIT = "#2f6fb5", "#777777", "#c2452d"
+# Of the curves of a panel, in their order: colour, and how the line is drawn.
+_STROKES = ((_OURS, "o-"), (_PLAIN, "o-"), (_OURS, "o:"), (_PLAIN, "o:"))
+_PANELS_PER_LINE = 2
+_PANEL_INCHES = 3.2
 
 
 def as_json(machine: dict[str, Any], results: Sequence[Result]) -> dict[str, Any]:
@@ -38,6 +47,8 @@ def show(console: Console, results: Sequence[Result]) -> None:
     for result in results:
         console.print(Text(f"{result.case.name}: {result.detail}"), soft_wrap=True)
         console.print(Text(f"  plain way: {result.case.baseline}; limit: {result.case.limit}"), soft_wrap=True)
+        for line in result.findings.lines:
+            console.print(Text(f"  {line}"), soft_wrap=True)
     for result in results:
         if result.others_share is not None and result.others_share > _BUSY_SHARE:
             share = f"{result.others_share:.0%}"
@@ -70,36 +81,49 @@ def _figure(value: float | None, unit: str) -> str:
         return "-"
     if unit == "s" and value < 1:
         value, unit = value * 1000, "ms"
+    if unit == "hits":
+        return f"{value:.1%} {unit}"
     return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
 
 
 def write_plot(path: Path, title: str, results: Sequence[Result]) -> None:
-    """One row per case: ours and the limit as multiples of the plain way. A PNG. Raises OSError.
+    """One row per case: ours and the limit as multiples of the plain way; below, what curves there are. A PNG.
 
-    Needs matplotlib. Cases without a plain way are left out.
+    Needs matplotlib. Cases without a plain way have no row. Raises OSError.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     rows = [result for result in reversed(results) if result.ratio is not None]
+    panels = [panel for result in results for panel in result.findings.panels]
+    num_lines = -(-len(panels) // _PANELS_PER_LINE)
+    bars_inches = 1.6 + 0.6 * len(rows)
     # Without pyplot: no display, no global state.
-    figure = Figure(figsize=(9, 1.6 + 0.6 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(9, bars_inches + _PANEL_INCHES * num_lines), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    heights = [bars_inches, *[_PANEL_INCHES] * num_lines]
+    grid = figure.add_gridspec(1 + num_lines, _PANELS_PER_LINE, height_ratios=heights)
+    _draw_ratios(figure.add_subplot(grid[0, :]), title, rows)
+    for index, panel in enumerate(panels):
+        _draw_panel(figure.add_subplot(grid[1 + index // _PANELS_PER_LINE, index % _PANELS_PER_LINE]), panel)
+    figure.savefig(path, format="png", dpi=140)
+
+
+def _draw_ratios(axes: "Axes", title: str, rows: Sequence[Result]) -> None:
     ratios = [result.ratio or 1.0 for result in rows]
     # From the plain way to the right is better, to the left worse, and equal factors are equally long.
     axes.set_xscale("log")
-    axes.barh(range(len(rows)), [ratio - 1 for ratio in ratios], left=1, height=0.55, color="#2f6fb5", label="ours")
+    axes.barh(range(len(rows)), [ratio - 1 for ratio in ratios], left=1, height=0.55, color=_OURS, label="ours")
     reaches = []
     for at, result in enumerate(rows):
         if result.baseline is not None and result.limit is not None:
-            reaches.append(result.baseline / result.limit)
-            axes.plot([reaches[-1]] * 2, [at - 0.38, at + 0.38], color="#c2452d", linewidth=2.5)
+            reaches.append(times_better(result.limit, result.baseline, result.case.unit))
+            axes.plot([reaches[-1]] * 2, [at - 0.38, at + 0.38], color=_LIMIT, linewidth=2.5)
         words = f"{ratios[at]:.2f}x  ({_figure(result.ours, result.case.unit)})"
         place = (max(ratios[at], 1.0), at)
         axes.annotate(words, place, xytext=(6, 0), textcoords="offset points", va="center", fontsize=9)
-    axes.plot([], [], color="#c2452d", linewidth=2.5, label="limit")
-    axes.axvline(1.0, color="#777777", linewidth=1, linestyle="--", label="plain way")
+    axes.plot([], [], color=_LIMIT, linewidth=2.5, label="limit")
+    axes.axvline(1.0, color=_PLAIN, linewidth=1, linestyle="--", label="plain way")
     axes.set_yticks(range(len(rows)), [result.case.name for result in rows])
     # Room for the words beside the longest bar.
     axes.set_xlim(min([1.0, *ratios, *reaches]) / 1.2, max([1.0, *ratios, *reaches]) * 3)
@@ -108,4 +132,16 @@ def write_plot(path: Path, title: str, results: Sequence[Result]) -> None:
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="lower right", fontsize=8, frameon=False)
-    figure.savefig(path, format="png", dpi=140)
+
+
+def _draw_panel(axes: "Axes", panel: Panel) -> None:
+    for (who, points), (colour, style) in zip(panel.curves.items(), itertools.cycle(_STROKES)):
+        axes.plot(*zip(*points, strict=True), style, color=colour, label=who, markersize=4)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(panel.x_label)
+    axes.set_ylabel(panel.y_label)
+    axes.set_title(panel.title, loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,20 @@ from typer.testing import CliRunner
 from cli import bench_media
 from cli.app import app
 from cli.bench import chosen_cases
-from cli.bench_case import Bars, BenchFailed, Case, Contender, Contest, Result, Setting, run_case
+from cli.bench_case import (
+    MORE_IS_BETTER,
+    Bars,
+    BenchFailed,
+    Case,
+    Contender,
+    Contest,
+    Findings,
+    Panel,
+    Result,
+    Setting,
+    run_case,
+    times_better,
+)
 from cli.bench_machine import Busyness, describe_machine, ffmpeg_version
 from cli.bench_report import as_json, show, show_cases, write_plot
 from cli.load import ConfigError
@@ -59,7 +73,7 @@ def case(contest: Contest, name: str = "media.some", **fields: Any) -> Case:
         yield contest
 
     words = {"ours": "our way", "baseline": "their way", "limit": "the bottom"}
-    return Case(name=name, unit="s", open=opened, **(words | fields))
+    return Case(name=name, open=opened, **({"unit": "s"} | words | fields))
 
 
 def test_ratios_are_taken_within_a_round(tmp_path: Path) -> None:
@@ -99,6 +113,37 @@ def test_fixed_and_absent_contenders(tmp_path: Path) -> None:
     assert (found["limit"], found["of_limit"]) == (None, None)
     once = run_case(case(Contest(detail="", ours=figures(2.0)), max_runs=1), setting(tmp_path), runs=9, bars=Steps())
     assert (once.as_json()["runs"], once.ratio, once.baseline) == (1, None, None)
+
+
+def test_a_ratio_above_1_says_that_ours_is_better_whatever_the_unit(tmp_path: Path) -> None:
+    assert times_better(2.0, 6.0, "s") == times_better(2.0, 6.0, "MB") == 3.0
+    assert {"req/s", "GFLOP/s", "hits"} == MORE_IS_BETTER
+    for unit in MORE_IS_BETTER:
+        assert times_better(6.0, 2.0, unit) == 3.0
+    assert (times_better(1.0, 0.0, "hits"), times_better(0.0, 0.0, "hits")) == (float("inf"), 1.0)
+    rates = Contest(detail="", ours=figures(30.0, 60.0), baseline=figures(10.0, 15.0), limit=120.0)
+    found = run_case(case(rates, unit="req/s"), setting(tmp_path), runs=2, bars=Steps()).as_json()
+    assert (found["ratio"], found["of_limit"]) == (3.5, 0.375)
+    nothing = Contest(detail="", ours=figures(0.5), baseline=figures(0.0))
+    found = run_case(case(nothing, unit="hits"), setting(tmp_path), runs=1, bars=Steps()).as_json()
+    assert json.loads(json.dumps(found, allow_nan=False))["ratio"] is None
+
+
+def test_findings_are_asked_for_after_the_last_round(tmp_path: Path) -> None:
+    log: list[str] = []
+
+    def found() -> Findings:
+        log.append("findings")
+        return Findings(lines=("p50 3 ms",), figures={"p50_s": 0.003})
+
+    contest = Contest(detail="", ours=figures(1, 2, log=log, who="ours"), findings=found)
+    done = run_case(case(contest), setting(tmp_path), runs=2, bars=Steps())
+    assert log == ["ours", "ours", "findings"]
+    assert done.as_json()["figures"] == {"p50_s": 0.003}
+    console = Console(width=80, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    show(console, [done])
+    console.file.close()
+    assert "  p50 3 ms" in console.export_text()
 
 
 def result(name: str = "media.some", *, ours: float = 0.5, unit: Any = "s", others: float | None = 0.0) -> Result:
@@ -143,6 +188,17 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
         # Something is drawn in the colours of a bar and of a limit.
         colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 24) or []}
     assert {(0x2F, 0x6F, 0xB5), (0xC2, 0x45, 0x2D)} <= colours
+
+
+def test_the_plot_has_panels_for_curves(tmp_path: Path) -> None:
+    curves = {"ours": [(1, 0.1), (64, 0.9)], "plain way": [(1, 0.1), (64, 5.0)]}
+    panels = tuple(Panel(title=word, x_label="x", y_label="y", curves=curves) for word in ("latency", "rate", "more"))
+    bare, drawn = tmp_path / "bare.png", tmp_path / "drawn.png"
+    write_plot(bare, "title", [result()])
+    write_plot(drawn, "title", [replace(result(), findings=Findings(panels=panels))])
+    with Image.open(bare) as small, Image.open(drawn) as large:
+        assert large.width == small.width
+        assert large.height == small.height + 2 * round(3.2 * 140)
 
 
 def test_busyness_counts_others_and_not_ourselves() -> None:
