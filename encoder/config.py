@@ -244,6 +244,9 @@ class EncoderConfig:
     # Content that waits to be decoded; the first medium is always taken.
     max_pending_bytes: int = 2**30
     retry_after_s: float = 1.0
+    # A batch that is in the tower for longer than this counts as stuck: the replica gets nothing new while others can
+    # take it, and with no other left the deployment says that it is not healthy.
+    wedged_after_s: float = 60.0
     arena_bytes: int = 256 * 2**20
     page_bytes: int = 4096
     # How long a medium waits for leases to end when the arena is full of them; then it is refused with 503.
@@ -263,6 +266,8 @@ class EncoderConfig:
         for name in ("max_batch_wait_s", "retry_after_s", "arena_wait_s", "max_lease_s"):
             if getattr(self, name) < 0:
                 raise _refuse(name, getattr(self, name), "0 or more")
+        if self.wedged_after_s <= 0:
+            raise _refuse("wedged_after_s", self.wedged_after_s, "above 0")
         if self.page_bytes < 64 or self.page_bytes % 64:
             raise _refuse("page_bytes", self.page_bytes, "a multiple of 64")
         if self.arena_bytes < self.page_bytes:

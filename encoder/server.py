@@ -176,6 +176,7 @@ class EncoderServer:
     def info(self, sequence: int = 0) -> EncoderInfo:
         """Identity, load and counters."""
         usage = self._store.usage()
+        busy_s = self._tower.busy_s
         return EncoderInfo(
             sequence=sequence,
             replica=self._replica.name,
@@ -191,6 +192,8 @@ class EncoderServer:
             leased_bytes=usage.leased_bytes,
             ready=not self._draining,
             counters=self._all_counters(),
+            tower_busy_s=busy_s,
+            wedged=busy_s > self._config.wedged_after_s,
             page_bytes=self._config.page_bytes,
             video_backend=self._processor.video_backend,
         )

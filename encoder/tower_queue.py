@@ -51,9 +51,15 @@ class TowerQueue:
         self._room = asyncio.Event()
         self._room.set()
         self._held_bytes = 0
+        self._busy_since_s: float | None = None
         self.num_batches = 0
         self.num_jobs = 0
         self.tower_s = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """How long the batch that is in the tower has been there; zero for an idle tower."""
+        return 0.0 if self._busy_since_s is None else max(0.0, self._clock() - self._busy_since_s)
 
     def submit(self, job: TowerJob) -> Ticket:
         """Queue a job for the next batch of its lane."""
@@ -94,7 +100,9 @@ class TowerQueue:
             ticket.batch = self.num_batches
             ticket.batch_wait_s = now_s - ticket.since_s
         self._update_room()
+        self._busy_since_s = now_s
         outcomes = await self._runner.run([ticket.job for ticket in tickets if ticket.job is not None])
+        self._busy_since_s = None
         tower_s = self._clock() - now_s
         self.num_jobs += len(tickets)
         self.tower_s += tower_s

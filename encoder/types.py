@@ -121,6 +121,10 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
     leased_bytes: int
     ready: bool
     counters: dict[str, float] = {}
+    tower_busy_s: float = 0.0
+    """How long the batch that is in the tower has been there; zero for an idle one."""
+    wedged: bool = False
+    """The batch has been in the tower for longer than `EncoderConfig.wedged_after_s`."""
     page_bytes: int = 1
     """An embedding takes a multiple of this."""
     video_backend: VideoBackend = "pyav"
