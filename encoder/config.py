@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from encoder.config_ranges import AUDIO_RANGES, TOKENIZER_RANGES, VISION_RANGES, SectionKeys
+from encoder.tiers.base import check_store_url
 from preprocess.config import DecodeSettings, Isolation, VideoBackend, check_video_backend
 
 SinkForm = Literal["key0", "denominator"]
@@ -253,6 +254,12 @@ class EncoderConfig:
     arena_wait_s: float = 10.0
     # A lease lasts until its request's deadline, and never longer than this.
     max_lease_s: float = 900.0
+    # Where embeddings outlive the arena: a directory (absolute path) or redis://HOST:PORT/DB; "" for nowhere. What does
+    # not answer within the timeout is a miss. The size bounds a directory, the time to live (None: no end) is Redis's.
+    embedding_store: str = ""
+    embedding_store_timeout_s: float = 0.5
+    embedding_store_bytes: int = 10 * 2**30
+    embedding_store_ttl_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16"):
@@ -266,6 +273,10 @@ class EncoderConfig:
         for name in ("max_batch_wait_s", "retry_after_s", "arena_wait_s", "max_lease_s"):
             if getattr(self, name) < 0:
                 raise _refuse(name, getattr(self, name), "0 or more")
+        check_store_url(self.embedding_store)
+        for name in ("embedding_store_timeout_s", "embedding_store_bytes", "embedding_store_ttl_s"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise _refuse(name, getattr(self, name), "more than 0")
         if self.wedged_after_s <= 0:
             raise _refuse("wedged_after_s", self.wedged_after_s, "above 0")
         if self.page_bytes < 64 or self.page_bytes % 64:

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ from encoder.fingerprint import checkpoint_fingerprint
 from encoder.links import ZmqEndpoint
 from encoder.runner import TowerRunner
 from encoder.server import EncoderServer, Replica
+from encoder.tiers.base import TierFailed, open_tier
+from encoder.tiers.second import SecondTier
 from preprocess.config import ProcessorConfig
 from preprocess.errors import DecoderUnavailable
 from preprocess.pool import DecodePool
@@ -33,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _EXIT_REFUSED = 2
 # What `open_server` raises about settings and checkpoints; CheckpointError is a ValueError.
-_REFUSALS = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError, DecoderUnavailable)
+_REFUSALS = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError, DecoderUnavailable, TierFailed)
 
 
 @contextmanager
@@ -42,7 +45,7 @@ def open_server(config: EncoderConfig, *, model_dir: Path, name: str, arena: str
 
     The arena's name gets the incarnation as a suffix, so that a reader never takes a new process's segment for the old
     one; segments that dead processes left under `arena` are removed. Raises CheckpointError, ArenaUnavailable,
-    DecoderUnavailable where decoders cannot be isolated in processes, BackendUnavailable.
+    DecoderUnavailable where decoders cannot be isolated in processes, BackendUnavailable, TierFailed.
     """
     incarnation = uuid.uuid4().hex[:12]
     processor = ProcessorConfig.from_hf(read_json_object(model_dir / "config.json"))
@@ -62,7 +65,35 @@ def open_server(config: EncoderConfig, *, model_dir: Path, name: str, arena: str
             segment, CacheIndex(incarnation), width=runner.width, dtype=runner.dtype, row_bytes=runner.row_bytes
         )
         stack.callback(store.close)
-        yield EncoderServer(config, replica=replica, runner=runner, store=store, pool=pool, processor=processor)
+        yield EncoderServer(
+            config,
+            replica=replica,
+            runner=runner,
+            store=store,
+            pool=pool,
+            processor=processor,
+            second=_open_second_tier(config, runner, store),
+        )
+
+
+def _open_second_tier(config: EncoderConfig, runner: TowerRunner, store: EmbeddingStore) -> SecondTier | None:
+    """Raises TierFailed."""
+    if not config.embedding_store:
+        return None
+    tier = open_tier(
+        config.embedding_store,
+        max_bytes=config.embedding_store_bytes,
+        ttl_s=config.embedding_store_ttl_s,
+        timeout_s=config.embedding_store_timeout_s,
+    )
+    return SecondTier(
+        tier,
+        store,
+        width=runner.width,
+        dtype=runner.dtype,
+        timeout_s=config.embedding_store_timeout_s,
+        clock=time.monotonic,
+    )
 
 
 async def serve(server: EncoderServer, address: str, stop: asyncio.Event) -> None:

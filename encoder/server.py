@@ -4,7 +4,9 @@
                           | no
                        same key in flight? --yes--> wait with the others
                           | no
-                       flight: open -> reserve -> decode -> batcher -> tower thread -> publish -> reply to all
+                       flight: in the second tier? --yes--> publish -> reply to all
+                                  | no                         (see `encoder.tiers.second`)
+                               open -> reserve -> decode -> batcher -> tower thread -> publish -> reply to all
                                                     '--- part by part ---'            (see `encoder.passage`)
 
 Everything here runs on one event loop and never waits on it; decoding and towers have threads of their own. Every
@@ -36,6 +38,7 @@ from encoder.errors import (
 from encoder.failures import failure_of
 from encoder.passage import Passage, Works
 from encoder.runner import TowerRunner
+from encoder.tiers.second import SecondTier
 from encoder.tower_queue import TowerQueue
 from encoder.types import (
     CancelEncode,
@@ -60,6 +63,7 @@ logger = logging.getLogger(__name__)
 Reply = Callable[[FromEncoder, Sequence[TensorFrame]], None]
 HOUSEKEEPING_PERIOD_S = 1.0
 PERIODS_PER_CHECK = 30  # an idle server checks its books
+_STORE_DRAIN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +93,8 @@ class _Flight:
     key: MediaKey
     passage: Passage[Reservation]
     waiters: list[_Waiter] = field(default_factory=list)
+    is_recalled: bool = False
+    """The second tier had it."""
     task: "asyncio.Task[None] | None" = None
 
 
@@ -104,9 +110,10 @@ class EncoderServer:
         store: EmbeddingStore,
         pool: DecodePool,
         processor: ProcessorConfig,
+        second: SecondTier | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`clock` gives Unix seconds, the time base of deadlines."""
+        """`second` is started and stopped with the server. `clock` gives Unix seconds, the time base of deadlines."""
         self._config = config
         self._replica = replica
         self._runner = runner
@@ -125,6 +132,7 @@ class EncoderServer:
             raw=config.sends_pixels,
             clock=clock,
         )
+        self._second = second
         self._waiters: dict[tuple[str, str], _Waiter] = {}
         self._flights: dict[MediaKey, _Flight] = {}
         self._flying: set[asyncio.Task[None]] = set()
@@ -136,6 +144,8 @@ class EncoderServer:
     def start(self) -> None:
         """Begin to run batches and to reclaim expired leases."""
         self._tasks = [asyncio.create_task(self._tower.run()), asyncio.create_task(self._keep_house())]
+        if self._second is not None:
+            self._tasks.append(self._second.start())
 
     async def stop(self, drain_s: float = 10.0) -> None:
         """Refuse new requests, give those in flight `drain_s`, end the rest with an error, check the books."""
@@ -147,6 +157,8 @@ class EncoderServer:
         # Who is in the tower finishes there: its memory must not be given away under it.
         if self._flying:
             await asyncio.wait(self._flying)
+        if self._second is not None:
+            await self._second.stop(_STORE_DRAIN_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -203,7 +215,9 @@ class EncoderServer:
         times_s = {"prepare_s": self._prepare_s, "tower_s": tower.tower_s}
         decoders = {f"decode_workers_{name}": number for name, number in self._pool.counters.items()}
         decoders["decode_stuck"] = self._pool.num_stuck
-        return {**self._counters, "batches": tower.num_batches, "batch_jobs": tower.num_jobs, **times_s, **decoders}
+        tier = {} if self._second is None else self._second.all_counters()
+        batches = {"batches": tower.num_batches, "batch_jobs": tower.num_jobs}
+        return {**self._counters, **batches, **times_s, **decoders, **tier}
 
     def disconnect(self, peer: str) -> None:
         """A transport found that a peer is gone: end its requests and leases now instead of at their deadlines."""
@@ -277,10 +291,8 @@ class EncoderServer:
     async def _fly(self, flight: _Flight) -> None:
         """Compute one key and reply to its waiters. Cancelled when the last of them leaves, unless all but done."""
         try:
-            arrival = await flight.passage.run(lambda: self._remaining_s(flight))
-            self._store.publish(
-                arrival.place, layout=arrival.layout, checksum=arrival.checksum, warnings=arrival.warnings
-            )
+            if not await self._recall(flight):
+                await self._encode(flight)
         except (EncoderError, MediaError) as error:
             self._end_flight(flight, error)
         except Exception:  # outermost loop of a job: it must not end in silence
@@ -293,16 +305,38 @@ class EncoderServer:
             if self._flights.get(flight.key) is flight:
                 del self._flights[flight.key]
 
+    async def _encode(self, flight: _Flight) -> None:
+        """Decode, run the tower, publish; and tell the second tier."""
+        arrival = await flight.passage.run(lambda: self._remaining_s(flight))
+        self._store.publish(arrival.place, layout=arrival.layout, checksum=arrival.checksum, warnings=arrival.warnings)
+        self._counters["encoded"] += 1
+        if self._second is not None:
+            self._second.keep(flight.key)
+
+    async def _recall(self, flight: _Flight) -> bool:
+        """Publish what the second tier has of this key; False if there is none."""
+        record = None if self._second is None else await self._second.find(flight.key)
+        if record is None:
+            return False
+        header = record.header
+        place = await self._room.reserve(flight.key, header.layout.num_rows)
+        place.destination[:] = record.rows
+        self._store.publish(place, layout=header.layout, checksum=header.checksum, warnings=header.warnings)
+        self._counters["recalled"] += 1
+        flight.is_recalled = True
+        return True
+
     def _remaining_s(self, flight: _Flight) -> float:
         """Whoever has joined by now is waited for, not only the first."""
         now_s = self._clock()
         return max([0.001, *(waiter.request.deadline_unix_s - now_s for waiter in flight.waiters)])
 
     def _end_flight(self, flight: _Flight, error: EncoderError | MediaError | None) -> None:
-        self._counters["encoded" if error is None else "failed"] += 1
+        if error is not None:
+            self._counters["failed"] += 1
         for waiter in list(flight.waiters):
             if error is None:
-                self._answer(waiter, cached=False, timings=flight.passage.timings)
+                self._answer(waiter, cached=flight.is_recalled, timings=flight.passage.timings)
             else:
                 self._fail(waiter, error)
 

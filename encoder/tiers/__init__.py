@@ -1,0 +1,1 @@
+"""The second tier of the embedding cache: what outlives the arena and the process, in a directory or in Redis."""
