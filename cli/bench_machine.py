@@ -13,6 +13,8 @@ from typing import Any
 _STAT = Path("/proc/stat")
 _CPUINFO = Path("/proc/cpuinfo")
 _IDLE, _IOWAIT, _STEAL = 3, 4, 7
+# Of /proc/PID/stat, counted from the state: user and system time, then those of children.
+_UTIME = 11
 
 
 def num_cores() -> int:
@@ -25,7 +27,7 @@ class Busyness:
 
     def __init__(self) -> None:
         self._machine = _machine_ticks()
-        self._own_s = _own_cpu_s()
+        self._own_s = own_cpu_s()
 
     def others_share(self) -> float | None:
         """0 to 1, steal by the host included; None where the system does not tell."""
@@ -36,7 +38,7 @@ class Busyness:
         total = sum(passed)
         if total <= 0:
             return None
-        own = (_own_cpu_s() - self._own_s) * os.sysconf("SC_CLK_TCK")
+        own = (own_cpu_s() - self._own_s) * os.sysconf("SC_CLK_TCK")
         busy = total - passed[_IDLE] - passed[_IOWAIT]
         return min(max((busy - own) / total, 0.0), 1.0)
 
@@ -94,6 +96,30 @@ def _machine_ticks() -> list[int] | None:
         return [int(word) for word in file.readline().split()[1 : _STEAL + 2]]
 
 
-def _own_cpu_s() -> float:
+def own_cpu_s() -> float:
+    """Of this process, those it has started, those they have started, and those of them that have ended."""
     times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    own_s = times.user + times.system + times.children_user + times.children_system
+    return own_s + sum(cpu_by_descendant().values())
+
+
+def cpu_by_descendant() -> dict[int, float]:
+    """CPU seconds of every process below this one that is alive, by pid; with what its own children used that ended.
+
+    Empty where the system does not tell.
+    """
+    stats = {}
+    for path in _STAT.parent.glob("[0-9]*/stat"):
+        try:
+            text = path.read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # ended meanwhile
+        # The name, in brackets, may hold anything; after it come the state and the parent.
+        fields = text.rpartition(")")[2].split()
+        stats[int(path.parent.name)] = (int(fields[1]), sum(map(int, fields[_UTIME : _UTIME + 4])))
+    below: dict[int, float] = {}
+    grown = {os.getpid()}
+    while grown:
+        grown = {pid for pid, (parent, _) in stats.items() if parent in grown}
+        below |= {pid: stats[pid][1] / os.sysconf("SC_CLK_TCK") for pid in grown}
+    return below

@@ -14,7 +14,7 @@ import uvloop
 from cli import bench_plain
 from cli.bench_case import Bars, Case, Contest, Setting, timed
 from cli.bench_inputs import pictures, song
-from cli.bench_server import slow_server
+from cli.bench_server import SameEverywhere, slow_server
 from cli.bench_video import VIDEO_CASES, processor
 from preprocess.config import DecodeSettings, FetchLimits, ProcessorConfig
 from preprocess.types import MediaKey, MediaOptions, MediaSource, Modality
@@ -110,7 +110,7 @@ _DECODERS = {"JPEG": _jpeg_pixels, "PNG": _pillow_pixels, "WEBP": _pillow_pixels
 def _urls(setting: Setting, bars: Bars) -> Iterator[Contest]:
     count, delay_s = (10, 0.02) if setting.quick else (100, 0.2)
     (content,) = pictures(setting.cache_dir, bars, kind="JPEG", num_files=1, width=400, height=300, quality=90)
-    with slow_server(content, delay_s) as base_url:
+    with slow_server(SameEverywhere(content), delay_s) as base_url:
         urls = [f"{base_url}/{index}.jpg" for index in range(count)]
         uvloop.run(_fetch_all(urls[:1]))
         yield Contest(

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,7 +32,7 @@ from cli.bench_case import (
     run_case,
     times_better,
 )
-from cli.bench_machine import Busyness, describe_machine, ffmpeg_version
+from cli.bench_machine import Busyness, own_cpu_s, cpu_by_descendant, describe_machine, ffmpeg_version
 from cli.bench_report import as_json, show, show_cases, write_plot
 from cli.load import ConfigError
 
@@ -206,6 +208,22 @@ def test_busyness_counts_others_and_not_ourselves() -> None:
     sum(index * index for index in range(3_000_000))
     share = busyness.others_share()
     assert share is None or 0.0 <= share <= 1.0
+
+
+def test_cpu_time_of_processes_below_is_ours_while_they_live() -> None:
+    spin = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True); input()"
+    shell = ["sh", "-c", '"$@"; true', "sh", sys.executable, "-c", spin]
+    before_s = own_cpu_s()
+    with subprocess.Popen(shell, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        used = cpu_by_descendant()
+        assert process.pid in used
+        assert sum(used.values()) >= 0.25, "of the shell's child, which is ours as well"
+        assert own_cpu_s() - before_s >= 0.25
+        process.communicate(b"\n")
+    assert process.pid not in cpu_by_descendant()
+    assert own_cpu_s() - before_s >= 0.25, "also once it has ended"
 
 
 def run(*arguments: str, cache: Path) -> Any:
