@@ -126,7 +126,7 @@ class _ReplicaState:
                 # Nobody waits any more, so nobody else would release it.
                 self.release((message.ref.lease_id,))
         elif isinstance(message, EncodeReply):
-            future.set_result((message, tensors))
+            future.set_result((_with_source(message, self.link.name), tensors))
         else:
             future.set_exception(error_of(message))
 
@@ -321,6 +321,13 @@ class EncoderClient:
                     replica.lose(f"has been silent for {self._silence_timeout_s:g} s")
 
 
+def _with_source(reply: EncodeReply, address: str) -> EncodeReply:
+    """The reply with the place where a reader on another host asks for the rows."""
+    if not address.startswith("tcp://"):
+        return reply
+    return msgspec.structs.replace(reply, ref=msgspec.structs.replace(reply.ref, source=address))
+
+
 def _report(task: "asyncio.Task[None]") -> None:
     if not task.cancelled() and task.exception() is not None:
         logger.critical("a task of the encoder client ended", exc_info=task.exception())
@@ -353,10 +360,11 @@ class ArenaReader:
         import torch
 
         # First copied, then verified: a sequence computed again after its first token has no lease any more, and the
-        # encoder may be writing over these rows.
-        content = bytearray(self._shared(ref))
-        _verify(content, ref)
-        return torch.frombuffer(content, dtype=getattr(torch, ref.dtype)).view(ref.num_rows, ref.width)
+        # encoder may be writing over these rows. Numpy copies without the interpreter lock, bytearray() holds it.
+        content = np.empty(ref.size_bytes, np.uint8)
+        np.copyto(content, np.frombuffer(self._shared(ref), np.uint8))
+        _verify(content.data, ref)
+        return torch.from_numpy(content).view(getattr(torch, ref.dtype)).view(ref.num_rows, ref.width)
 
     def _shared(self, ref: EmbeddingRef) -> memoryview:
         segment = self._segment(ref.arena)

@@ -17,7 +17,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from encoder.errors import WireError
 from encoder.parting import REPEAT_S, Partings
-from encoder.types import EncodeFailure, EncodeReply, Farewell, FromEncoder, Goodbye, ToEncoder
+from encoder.types import EncodeFailure, EncodeReply, Farewell, FromEncoder, Goodbye, Rows, ToEncoder
 from encoder.wire import Buffer, Codec, TensorFrame
 
 logger = logging.getLogger(__name__)
@@ -277,7 +277,7 @@ class ZmqEndpoint:
 
     def _replier(self, identity: bytes) -> Callable[[FromEncoder, Sequence[TensorFrame]], None]:
         def reply(message: FromEncoder, tensors: Sequence[TensorFrame]) -> None:
-            if isinstance(message, EncodeReply | EncodeFailure):
+            if isinstance(message, EncodeReply | EncodeFailure | Rows):
                 self._partings.spoke(identity)
                 self._partings_changed.set()
             self._outbox.put_nowait((identity, self._codec.encode(message, tensors)))

@@ -37,6 +37,7 @@ from encoder.errors import (
 )
 from encoder.failures import failure_of
 from encoder.passage import Passage, Works
+from encoder.rows import frame_of, rows_of
 from encoder.runner import TowerRunner
 from encoder.tiers.second import SecondTier
 from encoder.tower_queue import TowerQueue
@@ -45,6 +46,7 @@ from encoder.types import (
     EncodeReply,
     EncodeRequest,
     EncoderInfo,
+    FetchRows,
     FromEncoder,
     Ping,
     ReleaseLeases,
@@ -182,6 +184,8 @@ class EncoderServer:
             case ReleaseLeases():
                 for lease_id in message.lease_ids:
                     self._store.release(lease_id)
+            case FetchRows():
+                reply(*rows_of(self._store, message, asker=peer))
             case Ping():
                 reply(self.info(message.sequence), ())
 
@@ -348,11 +352,7 @@ class EncoderServer:
         assert entry is not None, "answered keys are published"
         expires_s = min(request.deadline_unix_s, now_s + self._config.max_lease_s)
         ref = self._store.lease(request.key, owner=waiter.peer, expires_s=expires_s)
-        tensors: tuple[TensorFrame, ...] = ()
-        if request.inline:
-            rows = self._store.content(request.key)
-            tensors = (TensorFrame(ref.dtype, (ref.num_rows, ref.width), rows),)
-        elapsed_s = now_s - waiter.admitted_s
+        tensors = (frame_of(self._store, ref),) if request.inline else ()
         spent_s = timings.prepare_s + timings.batch_wait_s + timings.tower_s
         reply = EncodeReply(
             request_id=request.request_id,
@@ -361,7 +361,7 @@ class EncoderServer:
             ref=ref,
             cached=cached,
             timings=StageTimings(
-                queue_s=max(0.0, elapsed_s - spent_s),
+                queue_s=max(0.0, now_s - waiter.admitted_s - spent_s),
                 prepare_s=timings.prepare_s,
                 batch_wait_s=timings.batch_wait_s,
                 tower_s=timings.tower_s,

@@ -13,7 +13,9 @@ class EmbeddingRef(msgspec.Struct, frozen=True, kw_only=True):
     """Names the rows of one medium in a shared-memory arena; holds them alive through `lease_id`, carries no bytes.
 
     The tensor is `[num_rows, width]`, contiguous, at `offset_bytes` of the segment `arena`. `checksum` is xxh3-64 of
-    its bytes. A reader that finds another checksum or no such segment must treat the embedding as lost and ask again.
+    its bytes. A reader that finds another checksum or no such segment must treat the embedding as lost and ask again,
+    unless `source` names where its rows can be had as frames (see `FetchRows`): the ZMQ address of the replica that
+    gave the reference, as its client reaches it; empty when only this host could reach it.
     """
 
     key: MediaKey
@@ -24,6 +26,7 @@ class EmbeddingRef(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     checksum: int
     lease_id: str
+    source: str = ""
 
     @property
     def size_bytes(self) -> int:
@@ -88,6 +91,23 @@ class ReleaseLeases(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
     lease_ids: tuple[str, ...]
 
 
+class FetchRows(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_rows"):
+    """Ask for the rows of a reference, for a reader that cannot map its arena (another host).
+
+    The reference's lease keeps them. Answered with `Rows`, or with `EncodeFailure` when they are gone.
+    """
+
+    request_id: str
+    key: MediaKey
+    checksum: int
+
+
+class Rows(msgspec.Struct, frozen=True, kw_only=True, tag="rows"):
+    """The rows of one embedding as the message's one tensor frame, `[num_rows, width]`."""
+
+    request_id: str
+
+
 class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
     sequence: int
 
@@ -131,5 +151,5 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
     """Part of the key of a video; see `preprocess.config.ProcessorConfig`."""
 
 
-ToEncoder = EncodeRequest | CancelEncode | ReleaseLeases | Ping | Goodbye
-FromEncoder = EncodeReply | EncodeFailure | EncoderInfo | Farewell
+ToEncoder = EncodeRequest | CancelEncode | ReleaseLeases | FetchRows | Ping | Goodbye
+FromEncoder = EncodeReply | EncodeFailure | Rows | EncoderInfo | Farewell
