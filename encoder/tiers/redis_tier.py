@@ -35,15 +35,17 @@ class RedisTier:
         self._name = f"{where.scheme}://{where.hostname or ''}:{where.port or 6379}{where.path}"
         self._ttl_ms = None if ttl_s is None else max(1, round(ttl_s * 1000))
         self._errors = (redis.exceptions.RedisError, OSError)
-        self._redis: Redis = redis.asyncio.Redis.from_url(
+        # Who finds all connections in use waits for one, like for an answer.
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
             url,
+            max_connections=_MAX_CONNECTIONS,
+            timeout=timeout_s,
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             retry=Retry(NoBackoff(), 0),
-            retry_on_timeout=False,
-            max_connections=_MAX_CONNECTIONS,
             decode_responses=False,
         )
+        self._redis: Redis = redis.asyncio.Redis.from_pool(pool)
 
     @property
     def name(self) -> str:
