@@ -16,18 +16,21 @@ if TYPE_CHECKING:
         vision_tensors,
     )
     from encoder.links import MemoryLink
-    from encoder.local import LocalEmbedding, LocalEncoder
+    from encoder.local import LocalEmbedding, LocalEncoder, LocalRows
     from encoder.process import open_server, run_encoder
+    from encoder.towers.weights import load_towers
 
 __all__ = [
     "LocalEmbedding",
     "LocalEncoder",
+    "LocalRows",
     "MemoryLink",
     "Part",
     "StoredDtype",
     "TensorSpec",
     "audio_encoder_tensors",
     "audio_tokenizer_tensors",
+    "load_towers",
     "open_server",
     "run_encoder",
     "used_tokenizer_name",
@@ -37,12 +40,14 @@ __all__ = [
 _HOMES = {
     "LocalEmbedding": "encoder.local",
     "LocalEncoder": "encoder.local",
+    "LocalRows": "encoder.local",
     "MemoryLink": "encoder.links",
     "Part": "encoder.inventory",
     "StoredDtype": "encoder.inventory",
     "TensorSpec": "encoder.inventory",
     "audio_encoder_tensors": "encoder.inventory",
     "audio_tokenizer_tensors": "encoder.inventory",
+    "load_towers": "encoder.towers.weights",
     "open_server": "encoder.process",
     "run_encoder": "encoder.process",
     "used_tokenizer_name": "encoder.inventory",
