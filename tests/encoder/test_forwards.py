@@ -50,7 +50,7 @@ async def test_one_pixel_makes_another_picture(open_peer: Opener, twins: tuple[b
         assert forwards(peer) == 2
         assert together[0].shape == together[1].shape
         # Every row of a picture sees the pixel through the blocks with full attention; its own row most of all.
-        assert not np.array_equal(*together)
+        assert not np.array_equal(together[0], together[1])
     for index, content in enumerate(twins):
         async with open_peer() as peer:
             (alone,) = await rows_of(peer, content)
