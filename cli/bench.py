@@ -18,6 +18,7 @@ from cli.bench_machine import Busyness, describe_machine, num_cores
 from cli.bench_report import show, show_cases, write_json, write_plot
 from cli.load import ConfigError
 from cli.models import cache_dir
+from encoder.errors import EncoderError
 from preprocess.errors import MediaError
 
 console = Console(stderr=True, highlight=False)
@@ -86,18 +87,66 @@ def media(
     """
     from cli.bench_media import CASES, PACKAGES
 
-    if list_cases:
-        show_cases(Console(highlight=False), CASES)
+    asked = _Asked(only or [], runs, quick, threads or num_cores(), json_file, plot, list_cases)
+    _bench("media", CASES, PACKAGES, asked)
+
+
+@bench.command()
+def encoder(
+    only: Only = None,
+    runs: Runs = _RUNS,
+    quick: Quick = False,
+    threads: Threads = None,
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
+    list_cases: ListCases = False,
+) -> None:
+    """The encoder's server: requests per second, latency, what its cache and its ring are worth.
+
+    Two servers with mimo-nano's tower take turns, asked over HTTP for pictures that they fetch: ours, as `mimo serve
+    --role encoder` starts it, and the plain way, which encodes one request after another. "ratio" is the median over
+    rounds of ours / plain way where more is better, as with requests per second and hits, and plain way / ours where
+    less is; above 1 ours is better. "of limit" is the share of what the tower's arithmetic alone would allow. `--plot`
+    also draws latency and throughput over the number of requests at a time.
+
+    Example: mimo bench encoder --json encoder.json --plot encoder.png
+
+    Example: mimo bench encoder --only throughput_c64 --runs 5
+    """
+    from cli.bench_encoder import CASES, PACKAGES
+
+    asked = _Asked(only or [], runs, quick, threads or num_cores(), json_file, plot, list_cases)
+    _bench("encoder", CASES, PACKAGES, asked)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The flags that all groups share."""
+
+    only: Sequence[str]
+    runs: int
+    quick: bool
+    num_threads: int
+    json_file: Path | None
+    plot: Path | None
+    list_cases: bool
+
+
+def _bench(group_name: str, cases: Sequence[Case], packages: Sequence[str], asked: _Asked) -> None:
+    """Raises ConfigError, or Exit when something went wrong on the way."""
+    if asked.list_cases:
+        show_cases(Console(highlight=False), cases)
         return
-    chosen = chosen_cases(CASES, only or [], "media")
-    _check_targets(json_file, plot)
-    setting = Setting(cache_dir=cache_dir(os.environ) / "bench", num_threads=threads or num_cores(), quick=quick)
-    machine = describe_machine(PACKAGES, num_threads=setting.num_threads, quick=quick)
+    chosen = chosen_cases(cases, asked.only, group_name)
+    _check_targets(asked.json_file, asked.plot)
+    setting = Setting(cache_dir=cache_dir(os.environ) / "bench", num_threads=asked.num_threads, quick=asked.quick)
+    machine = describe_machine(packages, num_threads=setting.num_threads, quick=asked.quick)
     busyness = Busyness()
-    results, fault = _run_all(chosen, setting, runs)
+    results, fault = _run_all(chosen, setting, asked.runs)
     machine["others_cpu_share"] = busyness.others_share()
-    title = f"mimo bench media, {setting.num_threads} threads on {machine['cpu']}{', quick' if quick else ''}"
-    _report(title, machine, results, json_file, plot)
+    quick = ", quick" if asked.quick else ""
+    title = f"mimo bench {group_name}, {setting.num_threads} threads on {machine['cpu']}{quick}"
+    _report(title, machine, results, asked.json_file, asked.plot)
     if fault is not None:
         console.print(f"mimo bench: {fault.words}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(fault.exit_code)
@@ -144,7 +193,7 @@ def _run_all(cases: Sequence[Case], setting: Setting, runs: int) -> tuple[list[R
         for case in cases:
             try:
                 results.append(run_case(case, setting, runs=runs, bars=bars))
-            except (BenchFailed, MediaError, OSError) as error:
+            except (BenchFailed, MediaError, EncoderError, OSError) as error:
                 return results, _Fault(f"{case.name}: {error}", 1)
             except KeyboardInterrupt:
                 return results, _Fault(f"interrupted; {len(results)} of {len(cases)} cases were done", 130)
