@@ -357,14 +357,7 @@ class ArenaReader:
 
     def tensor(self, ref: EmbeddingRef) -> "torch.Tensor":
         """`[num_rows, width]` on the CPU in the reference's dtype, a copy. Raises EmbeddingLost."""
-        import torch
-
-        # First copied, then verified: a sequence computed again after its first token has no lease any more, and the
-        # encoder may be writing over these rows. Numpy copies without the interpreter lock, bytearray() holds it.
-        content = np.empty(ref.size_bytes, np.uint8)
-        np.copyto(content, np.frombuffer(self._shared(ref), np.uint8))
-        _verify(content.data, ref)
-        return torch.from_numpy(content).view(getattr(torch, ref.dtype)).view(ref.num_rows, ref.width)
+        return verified_copy(self._shared(ref), ref)
 
     def _shared(self, ref: EmbeddingRef) -> memoryview:
         segment = self._segment(ref.arena)
@@ -384,6 +377,20 @@ class ArenaReader:
         while len(self._mapped) > self._max_mapped:
             del self._mapped[next(iter(self._mapped))]
         return found
+
+
+def verified_copy(content: memoryview, ref: EmbeddingRef) -> "torch.Tensor":
+    """The rows in memory of their own, `[num_rows, width]` in the reference's dtype. Raises EmbeddingLost.
+
+    First copied, then verified: a sequence computed again after its first token has no lease any more, and the encoder
+    may be writing over these rows. Numpy copies without the interpreter lock; `bytearray` would hold it.
+    """
+    import torch
+
+    copied = np.empty(ref.size_bytes, np.uint8)
+    np.copyto(copied, np.frombuffer(content, np.uint8))
+    _verify(copied.data, ref)
+    return torch.from_numpy(copied).view(getattr(torch, ref.dtype)).view(ref.num_rows, ref.width)
 
 
 def _verify(content: memoryview | bytearray, ref: EmbeddingRef) -> None:

@@ -61,6 +61,10 @@ class EngineConfig:
     # of two processes that cannot hear each other the gateway gives up first, since only it can try elsewhere. As
     # long a worker that has drained waits until its gateways have read the last answers.
     peer_timeout_s: float = 30.0
+    # Media embeddings held for requests that wait or are being computed; see `epd.engine.feed`.
+    embedding_buffer_bytes: int = 512 << 20
+    # How long rows of an encoder on another host may take before they count as lost.
+    embedding_timeout_s: float = 20.0
 
     def __post_init__(self) -> None:
         _one_of("engine.weights", self.weights, (None, *get_args(WeightStorage)))
@@ -77,6 +81,8 @@ class EngineConfig:
             retention_stride_tokens=self.retention_stride_tokens,
             decode_release_interval_tokens=self.decode_release_interval_tokens,
             peer_timeout_s=self.peer_timeout_s,
+            embedding_buffer_bytes=self.embedding_buffer_bytes,
+            embedding_timeout_s=self.embedding_timeout_s,
         )
 
 

@@ -29,6 +29,24 @@ class Resume:
         return self.start < self.heal_stop
 
 
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a sequence without pages has to do, with the cache as it is now: `num_compute_tokens` from `resume` on,
+    for which it may read embedding rows of tokens from `rows_from` on."""
+
+    resume: Resume
+    num_compute_tokens: int
+    rows_from: int
+
+
+def outlook(cache: PrefixCache, sequence: Sequence, *, heal_tokens: int) -> Outlook:
+    """See `resume`."""
+    hit = cache.match(sequence.chain.keys, sequence.num_tokens)
+    resumed = resume(hit, heal_tokens=heal_tokens, page_size=cache.page_size)
+    # Without room to heal it starts at the hit, before the place where healing would.
+    return Outlook(resumed, sequence.num_tokens - resumed.start, rows_from=hit.num_tokens)
+
+
 def resume(hit: PrefixHit, *, heal_tokens: int, page_size: int) -> Resume:
     """The way with less to compute. `heal_tokens` is layers * reach; 0 never heals."""
     start = max(0, hit.num_full_only_tokens - heal_tokens) // page_size * page_size

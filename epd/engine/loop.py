@@ -10,6 +10,7 @@ from encoder.types import Farewell, Goodbye
 from epd.cache.prefix import PrefixCache
 from epd.engine.clock import Clock
 from epd.engine.desk import HandoffDesk, Outcome, Ready, Refused
+from epd.engine.feed import RowSupply
 from epd.engine.handoff import KvMover, size_bytes
 from epd.engine.identity import WorkerIdentity
 from epd.engine.peers import PeerWatch
@@ -36,7 +37,8 @@ from epd.types import (
 
 logger = logging.getLogger(__name__)
 
-# How long an idle worker sleeps between looks at deadlines and silent gateways; a message wakes it at once.
+# How long an idle worker sleeps between looks at deadlines and silent gateways; a message wakes it at once, and so do
+# embedding rows that were waited for.
 _IDLE_WAIT_S = 0.2
 # When work is there but nothing can be planned (pages are held for a moment): no busy loop.
 _STALLED_WAIT_S = 0.002
@@ -54,6 +56,7 @@ class EngineLoop:
         runner: Runner,
         mover: KvMover,
         cache: PrefixCache,
+        feed: RowSupply,
         clock: Clock,
         peer_timeout_s: float,
         max_waiting: int,
@@ -64,6 +67,7 @@ class EngineLoop:
         self._runner = runner
         self._mover = mover
         self._cache = cache
+        self._feed = feed
         self._clock = clock
         self._desk = HandoffDesk(orphan_timeout_s=peer_timeout_s, max_orphans=max_waiting)
         self._peers = PeerWatch(timeout_s=peer_timeout_s)
@@ -92,19 +96,10 @@ class EngineLoop:
     def run(self) -> None:
         """Step until `stop`, or until a drain has finished and the gateways have read the last answers. This is the
         outermost loop of a worker: a step that raises ends the requests it was about and the worker goes on."""
-        wait_s = 0.0
-        while not self._stop.is_set():
-            try:
-                wait_s = self.step(wait_s)
-            except Exception:
-                if self._dispatched is None and self._plan.is_empty:
-                    # Not about any request: the worker itself is broken, and its supervisor starts another.
-                    raise
-                logger.exception("a step failed; ending the requests it was about")
-                self._fail_step()
-                wait_s = 0.0
-            if self._scheduler.is_draining and self._scheduler.is_idle and not self._inbox and self._part():
-                return
+        try:
+            self._run()
+        finally:
+            self._feed.close()
 
     def stop(self) -> None:
         """End `run` after the step at hand. Any thread or signal handler."""
@@ -127,9 +122,24 @@ class EngineLoop:
             self._scheduler.commit(self._plan, result)
         self._hand_over()
         self._reply()
-        if self._scheduler.is_idle:
+        if self._scheduler.is_asleep:
             return _IDLE_WAIT_S
         return _STALLED_WAIT_S if self._plan.is_empty else 0.0
+
+    def _run(self) -> None:
+        wait_s = 0.0
+        while not self._stop.is_set():
+            try:
+                wait_s = self.step(wait_s)
+            except Exception:
+                if self._dispatched is None and self._plan.is_empty:
+                    # Not about any request: the worker itself is broken, and its supervisor starts another.
+                    raise
+                logger.exception("a step failed; ending the requests it was about")
+                self._fail_step()
+                wait_s = 0.0
+            if self._scheduler.is_draining and self._scheduler.is_idle and not self._inbox and self._part():
+                return
 
     def check(self) -> None:
         """Raise PageStateError unless the books balance; with nothing running nothing may be leased."""
@@ -368,6 +378,7 @@ class EngineLoop:
             "failed_steps": float(self._failed_steps),
             "lookup_tokens": float(stats.num_lookup_tokens),
             "hit_tokens": float(stats.num_hit_tokens),
+            "embedding_bytes": float(self._feed.held_bytes),
         }
         return WorkerInfo(
             sequence=sequence,

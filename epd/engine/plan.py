@@ -6,10 +6,13 @@ StepResult  one StepOutcome per step, in the same order
 
 from dataclasses import dataclass
 
+from encoder.errors import EmbeddingLost
 from encoder.types import EmbeddingRef
 from encoder.wire import TensorFrame
 from epd.engine.sampler import SampledToken, SampleRow
 from epd.types import KvTransfer
+
+NOT_FINITE = "logits_not_finite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,11 @@ class Failure:
     code: str
     message: str
     retryable: bool = False
+
+
+def embedding_lost(error: EmbeddingLost) -> Failure:
+    """The end of an attempt; the next one brings references that hold."""
+    return Failure(status=error.status, code=error.code, message=error.message, retryable=True)
 
 
 @dataclass(frozen=True, slots=True)

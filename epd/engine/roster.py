@@ -1,17 +1,20 @@
 """Where every request of a worker is, and how it leaves: with exactly one Finish.
 
-waiting    in line for pages            arrived    KV in host memory, in line for pages
+waiting    in line for embedding rows   arrived    KV in host memory, in line for pages
+           or for pages
 running    has pages, in order of       handoffs   prompt computed, KV about to be sent to a decode worker
            admission
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from epd.engine.clock import Clock
+from epd.engine.feed import RowSupply
+from epd.engine.healing import Outlook
+from epd.engine.line import WaitingLine
 from epd.engine.plan import Failure, HeldTransfer
-from epd.engine.queue import WaitingQueue
 from epd.engine.sequence import Sequence
 from epd.transport.base import Message, Peer
 from epd.types import Abort, Finish, FinishReason
@@ -52,8 +55,10 @@ class Arrived:
 class Roster:
     """The scheduler's sequences and what is to be said about them."""
 
-    def __init__(self, clock: Clock) -> None:
-        self.waiting = WaitingQueue(credit_tokens_per_s=_CREDIT_TOKENS_PER_S)
+    def __init__(self, clock: Clock, supply: RowSupply, assess: Callable[[Sequence], Outlook]) -> None:
+        """`supply` keeps the rows of every sequence here and forgets them when it leaves."""
+        self.waiting = WaitingLine(supply, assess, credit_tokens_per_s=_CREDIT_TOKENS_PER_S)
+        self._supply = supply
         self.arrived: deque[Arrived] = deque()
         self.running: dict[str, Sequence] = {}
         self.handoffs: dict[str, Sequence] = {}
@@ -74,6 +79,11 @@ class Roster:
     @property
     def is_empty(self) -> bool:
         return not (self.running or self.waiting or self.arrived or self.handoffs)
+
+    @property
+    def is_asleep(self) -> bool:
+        """Nothing can go on before a message or embedding rows come, or a deadline passes."""
+        return not (self.running or self.waiting.num_ready or self.arrived or self.handoffs)
 
     def find(self, request_id: str) -> Sequence | None:
         return next((sequence for sequence in self if sequence.request_id == request_id), None)
@@ -108,6 +118,11 @@ class Roster:
         )
         self.reply(sequence.peer, finish)
 
+    def keep_rows_to_come(self, sequence: Sequence) -> None:
+        """Keep of the sequence's embedding rows only those that a later step reads."""
+        refs = sequence.refs_from(sequence.num_computed)
+        self._supply.want(sequence.request_id, refs, sequence.request.deadline_unix_s)
+
     def expire(self) -> None:
         """End what is past its deadline, wherever it is."""
         now_unix_s = self._clock.unix_s()
@@ -121,6 +136,7 @@ class Roster:
         request_id = sequence.request_id
         if request_id in self.waiting:
             self.waiting.remove(request_id)
+        self._supply.forget(request_id)
         self.running.pop(request_id, None)
         self.handoffs.pop(request_id, None)
         self.arrived = deque(arrived for arrived in self.arrived if arrived.sequence is not sequence)

@@ -12,9 +12,8 @@ from torch import Tensor
 from encoder.errors import EmbeddingLost
 from encoder.types import EmbeddingRef
 from epd.engine.handoff import KvMover
-from epd.engine.plan import Failure, SequenceStep, StepOutcome, StepPlan, StepResult
+from epd.engine.plan import NOT_FINITE, Failure, SequenceStep, StepOutcome, StepPlan, StepResult, embedding_lost
 from epd.engine.sampler import SampledToken, SampleRow, sample
-from epd.engine.scheduler import NOT_FINITE
 from epd.kernels.base import PagedSequence
 from epd.kernels.reference import PagedAttention
 from epd.kv.storage import KvStorage
@@ -23,10 +22,10 @@ from epd.model.hybrid import HybridModel
 
 
 class EmbeddingReader(Protocol):
-    """Where embedding references lead."""
+    """Rows that are here already: `epd.engine.feed.RowSupply`. A step never waits for any."""
 
     def tensor(self, ref: EmbeddingRef) -> Tensor:
-        """[num_rows, width] on the CPU. Raises EmbeddingLost."""
+        """[num_rows, width] on the CPU, without delay. Raises EmbeddingLost."""
         ...
 
 
@@ -61,7 +60,7 @@ class Runner:
             try:
                 media[step.request_id] = self._media_spans(step)
             except EmbeddingLost as error:
-                failures[step.request_id] = StepOutcome(failure=_lost(error))
+                failures[step.request_id] = StepOutcome(failure=embedding_lost(error))
         steps = [step for step in plan.steps if step.request_id not in failures]
         outcomes = self._compute(steps, [media[step.request_id] for step in steps]) if steps else {}
         outcomes |= failures
@@ -124,7 +123,3 @@ def _outcome(step: SequenceStep, computed: SampledToken | bool | None) -> StepOu
         message = f"the model gave numbers that are not finite after {step.stop} tokens"
         return StepOutcome(failure=Failure(status=500, code=NOT_FINITE, message=message))
     return StepOutcome(token=None if computed is True else computed)
-
-
-def _lost(error: EmbeddingLost) -> Failure:
-    return Failure(status=error.status, code=error.code, message=error.message, retryable=True)

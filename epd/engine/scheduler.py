@@ -16,8 +16,10 @@ from epd.cache.keys import PageKeyChain
 from epd.cache.prefix import PrefixCache
 from epd.engine.admission import Limits, refusal
 from epd.engine.clock import Clock
-from epd.engine.healing import Resume, lease, resume
+from epd.engine.feed import RowSupply
+from epd.engine.healing import Outlook, lease, outlook
 from epd.engine.plan import (
+    NOT_FINITE,
     Failure,
     HeldTransfer,
     KvImport,
@@ -25,6 +27,7 @@ from epd.engine.plan import (
     StepOutcome,
     StepPlan,
     StepResult,
+    embedding_lost,
 )
 from epd.engine.roster import Arrived, Counters, Reply, Roster
 from epd.engine.sampler import SampledToken
@@ -51,11 +54,11 @@ class SchedulerConfig:
 class Scheduler:
     """Every request a worker has taken, from `submit` to its Finish. Single-threaded, like the cache it plans with."""
 
-    def __init__(self, config: SchedulerConfig, cache: PrefixCache, clock: Clock) -> None:
+    def __init__(self, config: SchedulerConfig, cache: PrefixCache, clock: Clock, supply: RowSupply) -> None:
         self._config = config
         self._cache = cache
         self._clock = clock
-        self._roster = Roster(clock)
+        self._roster = Roster(clock, supply, self._outlook)
         self._is_draining = False
 
     @property
@@ -75,6 +78,10 @@ class Scheduler:
         return self._roster.is_empty
 
     @property
+    def is_asleep(self) -> bool:
+        return self._roster.is_asleep
+
+    @property
     def is_draining(self) -> bool:
         return self._is_draining
 
@@ -90,7 +97,7 @@ class Scheduler:
             self._roster.fail(sequence, failure)
             return
         sequence.chain = self._key_chain(sequence)
-        self._roster.waiting.put(sequence, self._num_compute(sequence))
+        self._roster.waiting.put(sequence)
 
     def submit_transfer(self, sequence: Sequence, held: HeldTransfer) -> None:
         """Take a sequence whose prompt another worker computed; its KV stays in host memory until it has pages."""
@@ -143,6 +150,8 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """The next step. Leases and reserves pages; no sequence advances before `commit`."""
         self._roster.expire()
+        for sequence, error in self._roster.waiting.collect():
+            self._roster.fail(sequence, embedding_lost(error))
         steps: dict[str, SequenceStep] = {}
         decoding = [sequence for sequence in self._roster.running.values() if sequence.is_decoding]
         prefilling = [sequence for sequence in self._roster.running.values() if not sequence.is_decoding]
@@ -217,15 +226,15 @@ class Scheduler:
         victim.num_computed = victim.heal_stop = 0
         victim.num_retractions += 1
         self.counters.retractions += 1
-        self._roster.waiting.put(victim, self._num_compute(victim))
+        self._roster.waiting.put(victim)
         return True
 
     def _admit_first(self) -> Sequence | None:
         """Give the first waiting sequence pages of its own if there is a place for it and what is running can go on."""
         is_full = len(self._roster.running) >= self._config.max_running
-        if is_full or (sequence := self._roster.waiting.first()) is None:
+        if is_full or (first := self._roster.waiting.first()) is None:
             return None
-        page_size, resumed = self._config.page_size, self._resume(sequence)
+        sequence, page_size, resumed = first[0], self._config.page_size, first[1].resume
         needed_full = -(-(sequence.num_tokens + 1 - resumed.heal_stop) // page_size) + self._num_pages_to_come()
         needed_window = (resumed.heal_stop - resumed.start) // page_size + 1
         if self._roster.running and not self._cache.fits(
@@ -234,6 +243,7 @@ class Scheduler:
             return None
         self._roster.waiting.remove(sequence.request_id)
         lease(self._cache, sequence, resumed)
+        self._roster.keep_rows_to_come(sequence)
         if sequence.admitted_s is None:
             sequence.admitted_s = self._clock.monotonic_s()
             sequence.num_cached_tokens = sequence.num_computed
@@ -244,7 +254,7 @@ class Scheduler:
     def _plan_imports(self) -> tuple[KvImport, ...]:
         """Move arrived transfers to the device while there are places and pages. Retracted sequences go first."""
         imports, roster = [], self._roster
-        while roster.arrived and not roster.waiting and len(roster.running) < self._config.max_running:
+        while roster.arrived and not roster.waiting.num_ready and len(roster.running) < self._config.max_running:
             planned = self._plan_import(roster.arrived[0])
             if planned is None:
                 break
@@ -312,6 +322,8 @@ class Scheduler:
             self._roster.fail(sequence, outcome.failure)
             return
         sequence.num_computed = step.stop
+        if step.media:
+            self._roster.keep_rows_to_come(sequence)
         if step.heals:
             sequence.num_healed_tokens += step.stop - step.start
             self.counters.healed_tokens += step.stop - step.start
@@ -330,7 +342,7 @@ class Scheduler:
         self.counters.generated_tokens += 1
         if sequence.first_token_s is None:
             sequence.first_token_s = self._clock.monotonic_s()
-            self._renew_keys_like(sequence)
+            self._roster.waiting.renew_like(sequence)
         sampling = sequence.request.sampling
         is_eos = token.token_id in self._config.eos_token_ids and not sampling.ignore_eos
         if is_eos or token.token_id in sampling.stop_token_ids:
@@ -349,12 +361,6 @@ class Scheduler:
         elif self._config.role is Role.PREFILL:
             del self._roster.running[sequence.request_id]
             self._roster.handoffs[sequence.request_id] = sequence
-
-    def _renew_keys_like(self, published: Sequence) -> None:
-        """Waiting prompts that begin like the one just computed have less to compute now."""
-        first = published.chain.keys[:1]
-        for sequence in [s for s in self._roster.waiting if s.chain.keys[:1] == first] if first else []:
-            self._roster.waiting.put(sequence, self._num_compute(sequence))
 
     # -- handing over ---------------------------------------------------------------------------------------------
 
@@ -382,15 +388,9 @@ class Scheduler:
     def _key_chain(self, sequence: Sequence) -> PageKeyChain:
         return key_chain(sequence.request, page_size=self._config.page_size, seed=self._config.key_seed)
 
-    def _resume(self, sequence: Sequence) -> Resume:
-        hit = self._cache.match(sequence.chain.keys, sequence.num_tokens)
-        return resume(hit, heal_tokens=self._config.heal_tokens, page_size=self._config.page_size)
+    def _outlook(self, sequence: Sequence) -> Outlook:
+        return outlook(self._cache, sequence, heal_tokens=self._config.heal_tokens)
 
-    def _num_compute(self, sequence: Sequence) -> int:
-        return sequence.num_tokens - self._resume(sequence).start
-
-
-NOT_FINITE = "logits_not_finite"
 
 _DRAINING = Failure(status=503, code="draining", message="this worker is shutting down", retryable=True)
 

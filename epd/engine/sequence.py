@@ -10,6 +10,7 @@ A sequence that decodes has one token to compute, its newest. One that was put b
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from encoder.types import EmbeddingRef
 from epd.cache.keys import MediaRun, PageKeyChain
 from epd.cache.sequence_pages import SequencePages
 from epd.engine.plan import MediaSlice, PageTable
@@ -104,6 +105,11 @@ class Sequence:
                     row_start=span.row_start + first - span.start,
                     ref=self.request.embeddings[span.media],
                 )
+
+    def refs_from(self, start: int) -> tuple[EmbeddingRef, ...]:
+        """The embeddings with rows at token `start` or later, each once, in the order in which they are read."""
+        spans = sorted((span for span in self.request.spans if span.stop > start), key=lambda span: span.start)
+        return tuple(self.request.embeddings[media] for media in dict.fromkeys(span.media for span in spans))
 
     def usage(self, *, num_unsent: int = 0) -> Usage:
         """`num_unsent` counts a stop token, which is generated but not part of the answer."""

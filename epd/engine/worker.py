@@ -10,16 +10,17 @@ from types import FrameType
 
 import torch
 
-from encoder.client import ArenaReader
 from epd.cache.prefix import PrefixCache
 from epd.cache.retention import RetentionPolicy
 from epd.config import EngineConfig
 from epd.engine.admission import Limits
 from epd.engine.clock import Clock
+from epd.engine.feed import EmbeddingFeed, RowSource
 from epd.engine.handoff import KvMover
 from epd.engine.identity import WorkerIdentity, kv_arithmetic, kv_fingerprint, new_incarnation
 from epd.engine.loop import EngineLoop
-from epd.engine.runner import EmbeddingReader, Runner
+from epd.engine.row_source import HostSource
+from epd.engine.runner import Runner
 from epd.engine.scheduler import Scheduler, SchedulerConfig
 from epd.engine.tokens import count_token_ids
 from epd.kv.dual import DualPool
@@ -48,6 +49,7 @@ class Engine:
     loop: EngineLoop
     cache: PrefixCache
     scheduler: Scheduler
+    feed: EmbeddingFeed
     identity: WorkerIdentity
 
 
@@ -117,7 +119,7 @@ def build_engine(
     endpoint: Endpoint,
     *,
     model: HybridModel | None = None,
-    embeddings: EmbeddingReader | None = None,
+    embeddings: RowSource | None = None,
     clock: Clock | None = None,
 ) -> Engine:
     """Everything a worker consists of. `model` saves loading it again where several workers share a process.
@@ -149,7 +151,12 @@ def build_engine(
     )
     fingerprint = kv_fingerprint(config.model_dir, layout, arithmetic=kv_arithmetic(config))
     identity = _identity(config, model.config, pools)
-    scheduler = Scheduler(_scheduler_config(config, model.config, identity, fingerprint), cache, clock)
+    feed = EmbeddingFeed(
+        HostSource(timeout_s=config.embedding_timeout_s) if embeddings is None else embeddings,
+        limit_bytes=config.embedding_buffer_bytes,
+        wake=endpoint.wake,
+    )
+    scheduler = Scheduler(_scheduler_config(config, model.config, identity, fingerprint), cache, clock, feed)
     mover = KvMover(storage, fingerprint=fingerprint)
     loop = EngineLoop(
         identity=identity,
@@ -159,16 +166,17 @@ def build_engine(
             model,
             storage,
             mover,
-            ArenaReader() if embeddings is None else embeddings,
+            feed,
             num_token_ids=count_token_ids(config.model_dir),
         ),
         mover=mover,
         cache=cache,
+        feed=feed,
         clock=clock,
         peer_timeout_s=config.peer_timeout_s,
         max_waiting=config.max_waiting,
     )
-    return Engine(loop, cache, scheduler, identity)
+    return Engine(loop, cache, scheduler, feed, identity)
 
 
 def _identity(config: EngineConfig, text: TextConfig, pools: PoolPlan) -> WorkerIdentity:

@@ -10,6 +10,7 @@ import torch
 from encoder.errors import EmbeddingLost
 from encoder.types import EmbeddingRef
 from epd.config import EngineConfig
+from epd.engine.feed import Deliver
 from epd.engine.worker import Engine, build_engine
 from epd.model.hybrid import HybridModel
 from epd.types import Finish, GenerateRequest, MediaSpan, Role, SamplingParams, Submit, TokenDelta
@@ -36,7 +37,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 class Rows:
-    """Embedding rows by lease id, in place of the arena."""
+    """Embedding rows by lease id, in place of the arena: here as soon as they are asked for."""
 
     def __init__(self) -> None:
         self.rows: dict[str, torch.Tensor] = {}
@@ -54,10 +55,13 @@ class Rows:
             lease_id=name,
         )
 
-    def tensor(self, ref: EmbeddingRef) -> torch.Tensor:
-        if ref.lease_id not in self.rows:
-            raise EmbeddingLost(f"{ref.lease_id} is gone")
-        return self.rows[ref.lease_id]
+    def fetch(self, ref: EmbeddingRef, deadline_unix_s: float, deliver: Deliver) -> Callable[[], None]:
+        rows = self.rows.get(ref.lease_id)
+        deliver(EmbeddingLost(f"{ref.lease_id} is gone") if rows is None else rows)
+        return lambda: None
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass
@@ -102,6 +106,8 @@ class Bench:
         assert stats.full.leased == 0
         assert stats.window.leased == 0
         assert stats.num_sequences == 0
+        self.engine.feed.check()
+        assert (self.engine.feed.held_bytes, self.engine.feed.num_requests) == (0, 0)
 
 
 MakeBench = Callable[..., Bench]

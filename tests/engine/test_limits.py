@@ -86,7 +86,6 @@ def test_a_lost_embedding_fails_its_request_alone(checkpoint: Checkpoint, make_b
     ref = bench.rows.put("lease", 12, 64, seed=1)
     bench.submit(make_request("b", PROMPT[:20], ignore_eos=True))
     bench.submit(make_request("a", PROMPT, spans=(span(60, 70),), embeddings=(ref,)))
-    bench.step()
     bench.rows.rows.clear()
     bench.run()
     finish = bench.finishes["a"]
