@@ -8,16 +8,18 @@ at the deadline of whoever asked: read the rows before that.
 """
 
 import asyncio
+import hashlib
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from encoder.client import ArenaReader, EncoderClient
-from encoder.errors import EmbeddingLost, EncodeDeadline, EncoderUnavailable
+from encoder.errors import EmbeddingLost, EncodeDeadline, EncoderBusy, EncoderError, EncoderUnavailable
 from encoder.types import EncodeReply, EncoderInfo, StageTimings
 from preprocess.config import ProcessorConfig
-from preprocess.errors import MediaUnsupported
+from preprocess.errors import MediaError, MediaInvalid, MediaUnsupported
 from preprocess.fetch import Fetcher
 from preprocess.keys import media_key
 from preprocess.types import MediaKey, MediaLayout, MediaOptions, MediaSource, Modality
@@ -56,6 +58,16 @@ class Encoding:
             end()
 
 
+@dataclass(slots=True, eq=False)
+class MediumEnd:
+    """How one medium ended, for whoever counts. `outcome`: encoded, cached, cancelled, or the code of its error."""
+
+    modality: Modality
+    outcome: str = "internal_error"
+    fetch_s: float = 0.0
+    cached: bool = False
+
+
 class EncodeDesk:
     """Encodes single media for the handlers of one process, on its event loop. Fetcher and client are the caller's."""
 
@@ -65,17 +77,25 @@ class EncodeDesk:
         fetcher: Fetcher,
         encoder: EncoderClient,
         processor: ProcessorConfig,
+        max_inflight: int = 256,
         patience_s: Callable[[], float] = lambda: 12.0,
+        on_end: Callable[[MediumEnd], None] = lambda end: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`patience_s`: how long to wait, as of now, while no replica is up. `clock` gives Unix seconds."""
+        """At most `max_inflight` media at a time, one more is refused. `patience_s`: how long to wait, as of now, while
+        no replica is up. `on_end` hears of every medium once. `clock` gives Unix seconds.
+        """
         self._fetcher = fetcher
         self._encoder = encoder
         self._processor = processor
+        self._max_inflight = max_inflight
         self._patience_s = patience_s
+        self._on_end = on_end
         self._clock = clock
         self._reader = ArenaReader()
         self._info: EncoderInfo | None = None
+        self.num_inflight = 0
+        """Media being fetched or encoded now."""
 
     @property
     def modalities(self) -> tuple[Modality, ...]:
@@ -105,33 +125,69 @@ class EncodeDesk:
             raise EncoderUnavailable("no encoder has been up yet", retry_after_s=1.0)
         return self._info
 
-    async def encode(self, source: MediaSource, *, asker: Hashable, deadline_unix_s: float) -> Encoding:
+    async def encode(
+        self, source: MediaSource, *, asker: Hashable, deadline_unix_s: float, sha256: bytes | None = None
+    ) -> Encoding:
         """Rows of the medium behind a URL.
 
-        `asker` is the request, which has a share of the downloads and no more. Raises MediaError for a fault of the
-        medium, EncoderError for one of the stage; EncodeDeadline also while the content is still being fetched.
+        `asker` is the request, which has a share of the downloads and no more. `sha256` is the digest that the content
+        must have. Raises MediaError for a fault of the medium, EncoderError for one of the stage; EncodeDeadline also
+        while the content is still being fetched.
         """
-        self._check_options(source.modality, source.options)
-        started_s = self._clock()
-        try:
-            async with asyncio.timeout(max(0.0, deadline_unix_s - started_s)) as limit:
-                content = await self._fetcher.fetch(source, asker=asker)
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise EncodeDeadline("the deadline passed while the medium was fetched") from error
-        fetch_s = self._clock() - started_s
-        return await self._encode(content, source.modality, source.options, deadline_unix_s, fetch_s)
+        with self._place(source.modality) as end:
+            self._check_options(source.modality, source.options)
+            started_s = self._clock()
+            try:
+                async with asyncio.timeout(max(0.0, deadline_unix_s - started_s)) as limit:
+                    content = await self._fetcher.fetch(source, asker=asker)
+            except TimeoutError as error:
+                if not limit.expired():
+                    raise
+                raise EncodeDeadline("the deadline passed while the medium was fetched") from error
+            end.fetch_s = self._clock() - started_s
+            if sha256 is not None:
+                await _check_digest(content, sha256)
+            return await self._encode(content, source.modality, source.options, deadline_unix_s, end)
 
     async def encode_content(
         self, content: bytes, modality: Modality, options: MediaOptions, *, deadline_unix_s: float
     ) -> Encoding:
         """`encode` of bytes that are here already. The options must apply to the modality."""
-        self._check_options(modality, options)
-        return await self._encode(content, modality, options, deadline_unix_s, 0.0)
+        with self._place(modality) as end:
+            self._check_options(modality, options)
+            return await self._encode(content, modality, options, deadline_unix_s, end)
+
+    def check_room(self, num_media: int) -> None:
+        """Raises EncoderBusy when so many more would be too many."""
+        if self.num_inflight + num_media > self._max_inflight:
+            limit = f"{self.num_inflight} media are in flight, {self._max_inflight} is the limit"
+            raise EncoderBusy(limit, retry_after_s=1.0)
+
+    @contextmanager
+    def _place(self, modality: Modality) -> Iterator[MediumEnd]:
+        """A place among the media in flight, and what is told of this one in the end. Raises EncoderBusy."""
+        end = MediumEnd(modality)
+        try:
+            if self.num_inflight >= self._max_inflight:
+                limit = f"{self._max_inflight} media are in flight, which is the limit"
+                raise EncoderBusy(limit, retry_after_s=1.0)
+            self.num_inflight += 1
+            try:
+                yield end
+            finally:
+                self.num_inflight -= 1
+            end.outcome = "cached" if end.cached else "encoded"
+        except (MediaError, EncoderError) as error:
+            end.outcome = error.code
+            raise
+        except asyncio.CancelledError:
+            end.outcome = "cancelled"
+            raise
+        finally:
+            self._on_end(end)
 
     async def _encode(
-        self, content: bytes, modality: Modality, options: MediaOptions, deadline_unix_s: float, fetch_s: float
+        self, content: bytes, modality: Modality, options: MediaOptions, deadline_unix_s: float, end: MediumEnd
     ) -> Encoding:
         info = await self.learn(min(self._patience_s(), max(0.0, deadline_unix_s - self._clock())))
         if modality not in info.modalities:
@@ -140,16 +196,17 @@ class EncodeDesk:
         key = await _key(content, modality, options, processor, info.fingerprint)
         reply, _ = await self._ask(content, modality, options, key, deadline_unix_s, inline=False)
         try:
-            return self._encoding(reply, self._reader.content(reply.ref), fetch_s)
+            return self._encoding(reply, self._reader.content(reply.ref), end)
         except EmbeddingLost:
             # The replica is on another host, or has ended since: ask once more, for the bytes themselves.
             self._encoder.release(reply.ref)
         reply, rows = await self._ask(content, modality, options, key, deadline_unix_s, inline=True)
         assert rows is not None, "an inline reply carries its rows"
-        return self._encoding(reply, rows, fetch_s)
+        return self._encoding(reply, rows, end)
 
-    def _encoding(self, reply: EncodeReply, rows: memoryview, fetch_s: float) -> Encoding:
+    def _encoding(self, reply: EncodeReply, rows: memoryview, end: MediumEnd) -> Encoding:
         ref = reply.ref
+        end.cached = reply.cached
         return Encoding(
             key=reply.key,
             layout=reply.layout,
@@ -159,7 +216,7 @@ class EncodeDesk:
             cached=reply.cached,
             warnings=reply.warnings,
             timings=reply.timings,
-            fetch_s=fetch_s,
+            fetch_s=end.fetch_s,
             rows=rows,
             _end=lambda: self._encoder.release(ref),
         )
@@ -222,3 +279,14 @@ async def _key(
         )
 
     return compute() if len(content) <= _INLINE_HASH_BYTES else await asyncio.to_thread(compute)
+
+
+async def _check_digest(content: bytes, sha256: bytes) -> None:
+    """Raises MediaInvalid for other content than was asked for."""
+
+    def compute() -> bytes:
+        return hashlib.sha256(content).digest()
+
+    found = compute() if len(content) <= _INLINE_HASH_BYTES else await asyncio.to_thread(compute)
+    if found != sha256:
+        raise MediaInvalid(f"the content has the SHA-256 {found.hex()}, not {sha256.hex()} as asked for")

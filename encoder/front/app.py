@@ -1,0 +1,273 @@
+"""The front's HTTP application: routes, keys, request ids, and the story of `POST /v1/encode`.
+
+body -> items -> all at once: fetch -> key -> replica -> rows -> one answer in the order of the items
+"""
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from encoder.errors import EncoderError
+from encoder.front.admission import Admission
+from encoder.front.body import BodyReader
+from encoder.front.config import FrontConfig
+from encoder.front.desk import EncodeDesk, Encoding
+from encoder.front.health import HealthBoard, Verdict
+from encoder.front.items import EncodeBody, Item
+from encoder.front.metrics import FrontMetrics
+from encoder.front.problems import Problem, Refused, internal_problem, problem_of, shown
+from encoder.front.reply import SAFETENSORS, Result, all_failed, safetensors_head, write_json, write_rows
+from preprocess.errors import MediaError, MediaInvalid
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+# Not a status of HTTP but a custom among servers; it is never sent, only counted.
+_CLIENT_CLOSED_REQUEST: Final = 499
+_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_OPEN_PATHS: Final = ("/health", "/ready", "/metrics", "/health_generate")
+REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
+
+
+class Front:
+    """The routes. Everything shared is handed in."""
+
+    def __init__(
+        self,
+        config: FrontConfig,
+        *,
+        desk: EncodeDesk,
+        board: HealthBoard,
+        metrics: FrontMetrics,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`clock` gives Unix seconds."""
+        self._config = config
+        self._desk = desk
+        self._board = board
+        self._metrics = metrics
+        self._clock = clock
+        self._created_unix_s = int(clock())
+        self.admission = Admission(timeout_s=config.request_timeout_s)
+        self._bodies = BodyReader(
+            max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s, max_items=config.max_items
+        )
+        self._copied_bytes = 0
+        metrics.inflight_requests.set_function(lambda: self.admission.num_inflight)
+        metrics.inflight_media.set_function(lambda: desk.num_inflight)
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self._edge])
+        app.add_routes(
+            [
+                web.post("/v1/encode", self._encode),
+                web.get("/v1/models", self._models),
+                web.get("/health", self._health),
+                web.get("/ready", self._ready),
+                web.get("/metrics", self._metrics_text),
+            ]
+        )
+        return app
+
+    @web.middleware
+    async def _edge(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Outermost: the request id, the API key, and every error as an OpenAI error object."""
+        given = request.headers.get("X-Request-Id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+        request[REQUEST_ID] = request_id
+        try:
+            self._check_key(request)
+            response = await handler(request)
+        except web.HTTPException as error:
+            response = _http_refusal(request, error)
+        except Refused as error:
+            response = _answer(error.problem)
+        except (MediaError, EncoderError) as error:
+            response = _answer(problem_of(error))
+        except asyncio.CancelledError:
+            self._metrics.disconnects.inc()
+            raise
+        except Exception as error:
+            # The outermost loop of a request: log, and end it.
+            if isinstance(error, ConnectionError) and (request.transport is None or request.transport.is_closing()):
+                self._metrics.disconnects.inc()
+                response = web.Response(status=_CLIENT_CLOSED_REQUEST)
+            else:
+                logger.exception("request %s failed", request_id)
+                response = _answer(internal_problem(request_id))
+        route = request.match_info.route.resource
+        self._metrics.requests.labels(route.canonical if route else "unknown", str(response.status)).inc()
+        if not response.prepared:
+            response.headers["X-Request-Id"] = request_id
+        return response
+
+    async def _encode(self, request: web.Request) -> web.StreamResponse:
+        started_s = time.monotonic()
+        deadline_unix_s = self._clock() + self._config.request_timeout_s
+        async with self.admission.session():
+            # Known to be in vain before the body is read, and looked at again once it is there.
+            self._desk.check_room(1)
+            async with self._bodies.body(request) as body:
+                self._check_model(body)
+                self._desk.check_room(len(body.items))
+                async with contextlib.AsyncExitStack() as stack:
+                    results = await self._encode_items(body, request, deadline_unix_s, stack)
+                    problems = [result for result in results if isinstance(result, Problem)]
+                    if len(problems) == len(results):
+                        return all_failed(problems)
+                    response = await self._write(request, results, body)
+        self._metrics.seconds.observe(time.monotonic() - started_s)
+        return response
+
+    async def _encode_items(
+        self, body: EncodeBody, request: web.Request, deadline_unix_s: float, stack: contextlib.AsyncExitStack
+    ) -> list[Result]:
+        """Every item on its own, all at the same time. What is leased or copied ends with the stack."""
+        asker = object()
+
+        async def one(item: Item | Refused) -> Result:
+            if isinstance(item, Refused):
+                return item.problem
+            try:
+                encoding = await self._ask(item, asker, deadline_unix_s)
+            except (MediaError, EncoderError) as error:
+                option = error.field if isinstance(error, MediaInvalid) else None
+                return problem_of(error, param=item.param_of(option))
+            except Exception:
+                # The outermost loop of an item: it must not take its neighbours with it.
+                logger.exception("item %s of request %s failed", item.param, request[REQUEST_ID])
+                return internal_problem(request[REQUEST_ID], param=item.param)
+            stack.callback(encoding.release)
+            self._copy(encoding, stack)
+            return encoding
+
+        tasks = [asyncio.create_task(one(item)) for item in body.items]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _ask(self, item: Item, asker: object, deadline_unix_s: float) -> Encoding:
+        source = item.source
+        if item.content is None:
+            return await self._desk.encode(source, asker=asker, deadline_unix_s=deadline_unix_s)
+        return await self._desk.encode_content(
+            item.content, source.modality, source.options, deadline_unix_s=deadline_unix_s
+        )
+
+    def _copy(self, encoding: Encoding, stack: contextlib.AsyncExitStack) -> None:
+        """Out of the arena while there is room for copies, so that a client that reads slowly holds none of it."""
+        size_bytes = encoding.rows.nbytes
+        if self._copied_bytes + size_bytes > self._config.max_reply_bytes:
+            return
+        self._copied_bytes += size_bytes
+        encoding.rows = memoryview(bytes(encoding.rows))
+        encoding.release()
+
+        def forget() -> None:
+            self._copied_bytes -= size_bytes
+
+        stack.callback(forget)
+
+    async def _write(self, request: web.Request, results: Sequence[Result], body: EncodeBody) -> web.StreamResponse:
+        headers = {"X-Request-Id": request[REQUEST_ID]}
+        head: bytes | None = None
+        if SAFETENSORS in request.headers.get("Accept", ""):
+            head, size_bytes = safetensors_head(results, model=self._config.model_name)
+            response = web.StreamResponse(headers=headers | {"Content-Type": SAFETENSORS})
+            response.content_length = size_bytes
+        else:
+            response = web.StreamResponse(headers=headers | {"Content-Type": "application/json; charset=utf-8"})
+        await response.prepare(request)
+        try:
+            if head is None:
+                form = body.encoding_format
+                await write_json(response, results, model=self._config.model_name, encoding_format=form)
+            else:
+                await response.write(head)
+                await write_rows(response, results)
+            await response.write_eof()
+        except BaseException:
+            # Too late for an error in its place: what is cut off must not look whole.
+            if request.transport is not None:
+                request.transport.abort()
+            raise
+        return response
+
+    async def _models(self, _: web.Request) -> web.Response:
+        card: dict[str, Any] = {
+            "id": self._config.model_name,
+            "object": "model",
+            "created": self._created_unix_s,
+            "owned_by": "mimo-epd",
+            "modalities": [modality.value for modality in self._desk.modalities],
+            "width": self._desk.width,
+            "dtype": self._desk.dtype,
+        }
+        return web.json_response({"object": "list", "data": [card]})
+
+    # The door answers most probes itself; these are for connections that began with something else.
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return _probe_response(self._board.health())
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        return _probe_response(self._board.ready())
+
+    async def _metrics_text(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    def _check_model(self, body: EncodeBody) -> None:
+        served = self._config.model_name
+        if body.model not in (None, served):
+            words = f"model {shown(body.model)} is not served here; served: {shown(served)}"
+            raise Refused(404, "model_not_found", words, param="model")
+
+    def _check_key(self, request: web.Request) -> None:
+        """Every configured key is compared, each in constant time. Of all dialects only probes need none."""
+        if not self._config.api_keys or request.path in _OPEN_PATHS:
+            return
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        candidate = given.strip().encode("utf-8", "surrogateescape") if scheme.lower() == "bearer" else b""
+        matches = [hmac.compare_digest(candidate, key.encode()) for key in self._config.api_keys]
+        if not any(matches):
+            words = "missing or wrong API key; send it as: Authorization: Bearer KEY"
+            raise Refused(401, "invalid_api_key", words)
+
+
+def _probe_response(verdict: Verdict) -> web.Response:
+    headers = {"Retry-After": "1"} if verdict.status == 503 else {}
+    return web.json_response(dict(verdict.body), status=verdict.status, headers=headers)
+
+
+def _answer(problem: Problem) -> web.Response:
+    return web.Response(
+        body=problem.json_bytes(), status=problem.status, content_type="application/json", headers=problem.headers
+    )
+
+
+def _http_refusal(request: web.Request, error: web.HTTPException) -> web.Response:
+    """What aiohttp itself refuses: no such route, no such method."""
+    match error:
+        case web.HTTPNotFound():
+            problem = Problem(404, "unknown_route", f"there is no route {request.path}")
+        case web.HTTPMethodNotAllowed():
+            allowed = ", ".join(sorted(error.allowed_methods))
+            problem = Problem(405, "method_not_allowed", f"{request.path} takes {allowed}, not {request.method}")
+        case _:
+            problem = Problem(error.status, "http_error", error.reason)
+    response = _answer(problem)
+    if "Allow" in error.headers:
+        response.headers["Allow"] = error.headers["Allow"]
+    return response

@@ -1,0 +1,105 @@
+"""Any error a request can meet, as an HTTP status and an OpenAI error object."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from encoder.errors import EncoderError
+from preprocess.errors import MediaError
+
+_TYPES: Final[Mapping[int, str]] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+_SHOWN_CHARS: Final = 80
+
+
+class Refused(Exception):
+    """A request that is answered with an error, known whole: `param` names the field or part at fault."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.problem = Problem(status, code, message, param, retry_after_s)
+
+
+def invalid(message: str, param: str | None = None) -> Refused:
+    """400: a field, its value and what is allowed."""
+    return Refused(400, "invalid_request", message, param=param)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What the client is told."""
+
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+    retry_after_s: float | None = None
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error object; the status stands in it for items that fail by themselves."""
+        kind = _TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "server_error")
+        return {
+            "message": self.message,
+            "type": kind,
+            "param": self.param,
+            "code": self.code,
+            "status": self.status,
+        }
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Retry-After is whole seconds; a busy server always gives one."""
+        retry_after_s = self.retry_after_s
+        if retry_after_s is None and self.status in (429, 503):
+            retry_after_s = 1.0
+        return {} if retry_after_s is None else {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
+
+    def json_bytes(self, **more: Any) -> bytes:
+        return json.dumps({"error": self.error, **more}, ensure_ascii=False).encode()
+
+
+def problem_of(error: MediaError | EncoderError, *, param: str | None = None) -> Problem:
+    """`param` names the part of the request."""
+    match error:
+        case MediaError():
+            text = error.message if param is None else f"{param}: {error.message}"
+            return Problem(error.status, error.code, text, param)
+        case EncoderError():
+            return Problem(error.status, error.code, error.message, param, error.retry_after_s)
+
+
+def internal_problem(request_id: str, *, param: str | None = None) -> Problem:
+    """For an error nobody foresaw: the log has it, the client gets the id to ask about."""
+    message = f"internal error; the server's log has it under request {request_id}"
+    return Problem(500, "internal_error", message, param)
+
+
+def shown(value: object) -> str:
+    """A JSON value for people, short whatever its size."""
+    match value:
+        case str():
+            text = json.dumps(value[:_SHOWN_CHARS], ensure_ascii=False)
+            return text + ("..." if len(value) > _SHOWN_CHARS else "")
+        case list():
+            return f"an array with {len(value)} item{'s'[: len(value) != 1]}" if value else "[]"
+        case dict():
+            return f"an object with {len(value)} field{'s'[: len(value) != 1]}" if value else "{}"
+        case int() if value.bit_length() > 4 * _SHOWN_CHARS:
+            return "a number too large to show"
+        case _:
+            return json.dumps(value)
