@@ -1,0 +1,230 @@
+"""One part from its call to its receivers: encode all media at once, join their rows, push them to whoever waits.
+
+Every lease ends once: after the last receiver's message is on the network, or when the part fails, runs out of time, or
+its caller goes away. A failure is told twice, as the protocol wants it: to the caller, and to every receiver.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final
+
+from encoder.errors import EncodeCancelled, EncoderError, EncoderUnavailable
+from encoder.sglang.bootstrap import Bootstrap
+from encoder.sglang.config import SglangConfig
+from encoder.sglang.errors import BadRequest, DialectError, ReceiverUnreachable, TimedOut, dialect_error
+from encoder.sglang.message import Desk, Encoded, Hold, Writer
+from encoder.sglang.post import Post
+from encoder.sglang.receivers import Part, Receivers
+from encoder.sglang.requests import EncodeCall, Registration
+from encoder.wire import Buffer
+from preprocess.errors import MediaError
+
+logger = logging.getLogger(__name__)
+
+_SWEEP_PERIOD_S: Final = 5.0
+
+
+class SglangDialect:
+    """The dialect of one process. `start` and `stop` on the event loop that serves it."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        config: SglangConfig,
+        *,
+        is_healthy: Callable[[], bool] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`is_healthy` answers `/health_generate`; without it, whether the desk knows what it encodes.
+
+        `clock` gives Unix seconds, as the desk's deadlines are.
+        """
+        self.config = config
+        self._desk = desk
+        self._clock = clock
+        self._is_healthy = is_healthy
+        self._writer = Writer(config)
+        self._bootstrap = Bootstrap(config)
+        self._post: Post | None = None
+        self._receivers = Receivers(
+            tell=self._tell,
+            clock=time.monotonic,
+            registration_timeout_s=config.registration_timeout_s,
+            memory_s=config.send_timeout_s,
+            max_parts=config.max_parts,
+            max_waiting=config.max_waiting,
+        )
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_leased = 0
+
+    async def start(self) -> None:
+        """Before the first call."""
+        self._post = Post(send_timeout_s=self.config.send_timeout_s, connect_timeout_s=self.config.connect_timeout_s)
+        self._spawn(self._sweep())
+
+    def announce(self, port: int) -> None:
+        """Tell the bootstrap servers of `register_urls` of this encoder. Call it when `port` takes connections."""
+        self._bootstrap.start(port)
+
+    async def stop(self) -> None:
+        """After the last call: unregister, and close what is open."""
+        await self._bootstrap.stop()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._post is not None:
+            await self._post.close()
+            self._post = None
+
+    def gauges(self) -> dict[str, int]:
+        """What is going on, by name; all zero when nothing is, but for sockets that are kept and ended parts."""
+        post = self._post
+        return {
+            "parts": self._receivers.num_parts,
+            "leases": self._num_leased,
+            "waiting_receivers": self._receivers.num_waiting,
+            "ended_parts": self._receivers.num_ended,
+            "messages": 0 if post is None else post.num_on_their_way,
+            "sockets": 0 if post is None else post.num_kept,
+        }
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether an encoder is behind this."""
+        if self._is_healthy is not None:
+            return self._is_healthy()
+        try:
+            return bool(self._desk.modalities)
+        except EncoderUnavailable:
+            return False
+
+    async def register(self, registration: Registration) -> None:
+        """Take in one receiver; returns when its part is known. Raises DialectError."""
+        await self._receivers.register(registration)
+
+    async def encode(self, call: EncodeCall) -> None:
+        """Encode one part and push it; returns when every receiver's copy is on the network. Raises DialectError."""
+        part = self._receivers.open(call.part, call.endpoints, is_shared=call.is_shared)
+        try:
+            await self._deliver(part, await self._encode(call))
+        except (MediaError, EncoderError, DialectError) as error:
+            refusal = dialect_error(error)
+            self._receivers.close(part, refusal)
+            logger.info("part %s failed with %d: %s", call.part.req_id, refusal.status, refusal.message)
+            raise refusal from error
+        except asyncio.CancelledError:
+            self._receivers.close(part, dialect_error(EncodeCancelled("the request was given up")))
+            raise
+        except BaseException:
+            self._receivers.close(part, DialectError("internal error of the encoder"))
+            raise
+        self._receivers.close(part)
+
+    async def _encode(self, call: EncodeCall) -> list[Encoded]:
+        """The media, encoded side by side and in order. Of a part that fails nothing stays leased."""
+        modality = call.part.modality
+        if modality not in self._desk.modalities:
+            raise BadRequest(f"this model encodes no {modality}")
+        # The rows must outlive the sending, and the lease ends at the deadline that the desk is given.
+        deadline_unix_s = self._clock() + self.config.encode_timeout_s + 2 * self.config.send_timeout_s
+        tasks = [
+            asyncio.ensure_future(
+                self._desk.encode(
+                    item.source, asker=call.part.req_id, deadline_unix_s=deadline_unix_s, sha256=item.sha256
+                )
+            )
+            for item in call.items
+        ]
+        try:
+            async with asyncio.timeout(self.config.encode_timeout_s) as limit:
+                return list(await asyncio.gather(*tasks))
+        except BaseException as error:
+            for task in tasks:
+                task.cancel()
+                task.add_done_callback(_release)
+            if isinstance(error, TimeoutError) and limit.expired():
+                raise TimedOut(f"the media were not encoded within {self.config.encode_timeout_s:g} s") from error
+            raise
+
+    async def _deliver(self, part: Part, encoded: Sequence[Encoded]) -> None:
+        """One copy to every receiver, to each as soon as it is known. Raises DialectError if any did not get it."""
+        hold = Hold(encoded, self._count)
+        end_own_use = hold.take()
+        pushes: list[asyncio.Task[None]] = []
+        try:
+            frames = self._writer.data(part.id, encoded)
+            if len(encoded) > 1:
+                # Their rows were copied into one frame, which ZeroMQ keeps alive by itself.
+                end_own_use()
+                hold = Hold()
+            shortage = await self._begin(part, frames, hold, pushes)
+            # Those that were begun end by themselves, each with its own limits of time.
+            await asyncio.gather(*pushes, return_exceptions=True)
+        finally:
+            for push in pushes:
+                push.cancel()
+            end_own_use()
+        if shortage is not None:
+            raise shortage
+        for push in pushes:
+            push.result()
+
+    async def _begin(
+        self, part: Part, frames: Sequence[Buffer], hold: Hold, pushes: "list[asyncio.Task[None]]"
+    ) -> TimedOut | None:
+        """Push to every receiver there is and will be. Returns what to say where some did not come in time."""
+        assert self._post is not None, "the dialect was not started"
+        try:
+            async with asyncio.timeout(self.config.send_timeout_s) as limit:
+                async for endpoint in part.destinations():
+                    push = asyncio.create_task(self._post.push(endpoint, frames, hold, is_shared=part.is_shared))
+                    push.add_done_callback(_look)
+                    pushes.append(push)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            wanted = "none" if part.receive_count is None else f"{len(part.endpoints)} of {part.receive_count}"
+            return TimedOut(f"{wanted} of the receivers said where they are within {self.config.send_timeout_s:g} s")
+        return None
+
+    def _tell(self, part: Part, endpoint: str, error: DialectError) -> None:
+        """Push the news of a failure, behind everyone's back."""
+        frame = self._writer.failure(part.id, error)
+
+        async def tell() -> None:
+            try:
+                if self._post is not None:
+                    await self._post.push(endpoint, [frame], Hold(), is_shared=part.is_shared)
+            except ReceiverUnreachable as unreachable:
+                logger.info("could not tell of the failure of %s: %s", part.id.req_id, unreachable.message)
+
+        self._spawn(tell())
+
+    def _count(self, change: int) -> None:
+        self._num_leased += change
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_PERIOD_S)
+            self._receivers.sweep()
+            if self._post is not None:
+                self._post.sweep()
+
+
+def _release(task: "asyncio.Task[Encoded]") -> None:
+    """What was encoded for a part that failed meanwhile."""
+    if not task.cancelled() and task.exception() is None:
+        task.result().release()
+
+
+def _look(task: "asyncio.Task[None]") -> None:
+    """An error that nobody waits for any more is not news."""
+    if not task.cancelled():
+        task.exception()

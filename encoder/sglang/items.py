@@ -1,0 +1,133 @@
+"""Media as a language-only server writes them, turned into media sources.
+
+    "https://..."  "data:..."  "file:///..."       a URL
+    "/data/cat.png"                                a path, read only under the media roots
+    "iVBORw0KGgo..."                               base64 and nothing else
+    {"url": any of these, "fps": 1.0, ...}         with options
+    [[...], ...]                                   lists in lists, depth first
+
+Options that this encoder does not know are the business of other models' processors, and are left aside.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import quote
+
+import msgspec
+
+from encoder.sglang.errors import BadRequest
+from preprocess.errors import OptionInvalid
+from preprocess.types import OPTIONS_OF, MediaOptions, MediaSource, Modality
+
+_SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{1,20}:")
+# No letter of base64 is a dot, so nothing with such an ending can be content.
+_PICTURES: Final = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".heic")
+_FILMS: Final = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi")
+_SOUNDS: Final = (".wav", ".mp3", ".flac", ".ogg", ".opus", ".m4a", ".aac")
+_ENDINGS: Final = (*_PICTURES, *_FILMS, *_SOUNDS)
+_BASE64: Final = re.compile(r"[A-Za-z0-9+/_-][A-Za-z0-9+/_\s-]*={0,2}\s*", re.ASCII)
+# What is not base64 further on is found when it is decoded.
+_LOOKED_AT: Final = 4096
+_DIGEST: Final = re.compile(r"sha256:([0-9a-fA-F]{64})")
+_MAX_DEPTH: Final = 16
+_NESTED: Final = "preprocess_kwargs"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One medium of a part."""
+
+    source: MediaSource
+    sha256: bytes | None = None
+    """What the content must have as its digest; None where the sender does not say."""
+
+
+def read_items(value: object, modality: Modality, *, max_items: int) -> list[Item]:
+    """The media of `mm_items`, in order; a single one may come without a list. Raises BadRequest naming the item."""
+    items: list[Item] = []
+    for raw in _flat(value, 0):
+        if len(items) == max_items:
+            raise BadRequest(f"mm_items holds more than {max_items} media, the most that one part may have")
+        try:
+            items.append(_item(raw, modality))
+        except OptionInvalid as error:
+            raise BadRequest(f"mm_items[{len(items)}]: {error}") from error
+        except BadRequest as error:
+            raise BadRequest(f"mm_items[{len(items)}]: {error.message}") from error
+    if not items:
+        raise BadRequest("mm_items is missing or empty")
+    return items
+
+
+def _flat(value: Any, depth: int) -> Iterator[Any]:
+    if not isinstance(value, list):
+        if value is not None:
+            yield value
+        return
+    if depth == _MAX_DEPTH:
+        raise BadRequest(f"mm_items has lists within lists, more than {_MAX_DEPTH} deep")
+    for inner in value:
+        yield from _flat(inner, depth + 1)
+
+
+def _item(raw: Any, modality: Modality) -> Item:
+    match raw:
+        case str():
+            return Item(MediaSource(modality, _url(raw)))
+        case {"url": str() as text}:
+            options = _options(raw, modality)
+            return Item(
+                MediaSource(modality, _url(text), options), _digest(raw) if modality is Modality.IMAGE else None
+            )
+        case dict():
+            raise BadRequest("an item is an object without a url; features made elsewhere are not taken")
+        case _:
+            raise BadRequest(f"an item is {type(raw).__name__}, allowed is a string or an object with a url")
+
+
+def _url(text: str) -> str:
+    text = text.strip()
+    if not text:
+        raise BadRequest("the item is an empty string")
+    if _SCHEME.match(text):
+        return text
+    if text.startswith("/") and text.lower().endswith(_ENDINGS):
+        return "file://" + quote(text)
+    if _BASE64.fullmatch(text[:_LOOKED_AT]):
+        return f"data:;base64,{text}"
+    raise BadRequest("the item is neither a URL, nor an absolute path with a known ending, nor base64")
+
+
+def _digest(raw: Mapping[str, Any]) -> bytes | None:
+    text = raw.get("content_hash")
+    if text is None:
+        return None
+    found = _DIGEST.fullmatch(text) if isinstance(text, str) else None
+    if found is None:
+        raise BadRequest("content_hash is not sha256: and 64 hexadecimal digits")
+    return bytes.fromhex(found[1])
+
+
+def _options(raw: Mapping[str, Any], modality: Modality) -> MediaOptions:
+    """The options that mean something here, from the item and from its `preprocess_kwargs`; the item's own win."""
+    nested = raw.get(_NESTED)
+    given = {**(nested if isinstance(nested, dict) else {}), **raw}
+    known = {name: given[name] for name in OPTIONS_OF[modality] if given.get(name) is not None}
+    try:
+        return msgspec.convert(known, MediaOptions, strict=True)
+    except msgspec.ValidationError as error:
+        raise BadRequest(str(error)) from error
+
+
+def modality_of(value: object) -> Modality:
+    """In any case of letters. Raises BadRequest."""
+    names: Sequence[str] = [modality.value for modality in Modality]
+    if not isinstance(value, str) or value.lower() not in names:
+        raise BadRequest(f"modality is {_shown(value)}, allowed is {', '.join(names).upper()}")
+    return Modality(value.lower())
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:80]
