@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 
 from cli.models import PACKAGED_MODELS, ModelUnavailable, imported_model, is_imported
+from encoder import FrontConfig, SglangConfig
 from encoder.checkpoint import CheckpointError, read_json_object
 from encoder.config import EncoderConfig
 from epd.config import EngineConfig, FetchPolicy, GatewayConfig
@@ -87,11 +88,16 @@ _SECTIONS: dict[str, type[Any]] = {
     "encoder": EncoderConfig,
     "engine": EngineConfig,
     "supervisor": SupervisorConfig,
+    "front": FrontConfig,
+    "sglang": SglangConfig,
 }
 # [prefill] and [decode] override [engine] for their role; the replica counts live with the stages.
 _STAGES = ("encoder", "prefill", "decode")
-_TOP_LEVEL = ("mode", "model", "model_name")
-_LISTS = ("media_roots", "api_keys")
+_TOP_LEVEL = ("mode", "role", "model", "model_name")
+# Lists, and what parts them where they come as text.
+_LISTS = {"media_roots": os.pathsep, "api_keys": os.pathsep, "register_urls": ",", "receiver_networks": ","}
+# Sections of `--role encoder`, see `cli.load_role`.
+_OF_ROLE = ("front", "sglang")
 
 
 def _allowed_keys(section: str) -> list[str]:
@@ -123,7 +129,7 @@ def _choices(hint: Any) -> str:
     return f"; allowed: {', '.join(str(value) for kind in literals for value in get_args(kind))}" if literals else ""
 
 
-def _build(section: str, owner: type[SettingsT], values: Mapping[str, Any], **derived: Any) -> SettingsT:
+def build(section: str, owner: type[SettingsT], values: Mapping[str, Any], **derived: Any) -> SettingsT:
     """Make the dataclass of a section from converted values; ValueErrors of the dataclass become ConfigErrors."""
     needed = {f.name for f in fields(owner) if f.default is MISSING and f.default_factory is MISSING}  # type: ignore[arg-type]
     known = {f.name for f in fields(owner)}  # type: ignore[arg-type]
@@ -181,10 +187,16 @@ def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
             for key, item in value.items():
                 if key not in _allowed_keys(name):
                     raise ConfigError(f"unknown key {name}.{key}; allowed: {', '.join(_allowed_keys(name))}")
-                # From the environment and from --set a list comes as text, like a search path.
+                # From the environment and from --set a list comes as text.
                 as_list = key in _LISTS and isinstance(item, str)
-                merged.setdefault(name, {})[key] = item.split(os.pathsep) if as_list else item
+                merged.setdefault(name, {})[key] = item.split(_LISTS[key]) if as_list else item
     return merged
+
+
+def collect(*, file: Path | None, flags: Mapping[str, Any] | None, environ: Mapping[str, str]) -> dict[str, Any]:
+    """All settings that are given anywhere, merged. Raises ConfigError."""
+    layers = [read_file(file)] if file else []
+    return merge(*layers, env_settings(environ), flags or {})
 
 
 def resolve_model(model: str, environ: Mapping[str, str] | None = None) -> tuple[Path, str]:
@@ -224,9 +236,14 @@ def load(
     environ: Mapping[str, str] | None = None,
 ) -> ServeConfig:
     """Resolve one deployment. Raises ConfigError."""
-    layers = [read_file(file)] if file else []
     environ = os.environ if environ is None else environ
-    settings = merge(*layers, env_settings(environ), flags or {})
+    settings = collect(file=file, flags=flags, environ=environ)
+    if settings.get("role") is not None:
+        raise ConfigError(f"role is {settings['role']!r}; that is for mimo serve, this command starts whole pipelines")
+    for section in _OF_ROLE:
+        if settings.get(section):
+            key = f"{section}.{next(iter(settings[section]))}"
+            raise ConfigError(f"{key} is set, but only role encoder has a section [{section}]; add --role encoder")
     mode = settings.get("mode", "epd")
     if mode not in MODES:
         raise ConfigError(f"mode is {mode!r}; allowed: {', '.join(MODES)}")
@@ -240,28 +257,28 @@ def load(
         return f"inproc://{stage}-{index}" if mode == "unified" else f"ipc://{runtime_dir}/{stage}-{index}"
 
     # Built, and thereby checked, also where it is not used.
-    encoder = _build("encoder", EncoderConfig, _without_replicas(settings.get("encoder", {})))
+    encoder = build("encoder", EncoderConfig, without_replicas(settings.get("encoder", {})))
     encoders = (encoder,) * counts["encoder"]
 
     def engines(stage: str, role: Role) -> tuple[EngineConfig, ...]:
         # Converted one by one, so that an error names the section that holds the value.
         shared = _convert("engine", EngineConfig, settings.get("engine", {}))
-        values = shared | _convert(stage, EngineConfig, _without_replicas(settings.get(stage, {})))
+        values = shared | _convert(stage, EngineConfig, without_replicas(settings.get(stage, {})))
         return tuple(
-            _build(stage, EngineConfig, values, role=role, name=f"{stage}-{i}", **model) for i in range(counts[stage])
+            build(stage, EngineConfig, values, role=role, name=f"{stage}-{i}", **model) for i in range(counts[stage])
         )
 
-    gateway = _build(
+    gateway = build(
         "gateway",
         GatewayConfig,
         settings.get("gateway", {}),
-        fetch=_fetch_policy(settings.get("fetch", {})),
+        fetch=fetch_policy(settings.get("fetch", {})),
         encoders=tuple(address("encoder", i) for i in range(counts["encoder"])),
         prefill=tuple(address("prefill", i) for i in range(counts["prefill"])),
         decode=tuple(address("decode", i) for i in range(counts["decode"])),
         **model,
     )
-    supervisor = _build("supervisor", SupervisorConfig, settings.get("supervisor", {}))
+    supervisor = build("supervisor", SupervisorConfig, settings.get("supervisor", {}))
     if supervisor.drain_s <= gateway.drain_s:
         raise ConfigError(
             f"supervisor.drain_s is {supervisor.drain_s:g}; allowed: more than gateway.drain_s, {gateway.drain_s:g}, "
@@ -282,7 +299,7 @@ def load(
 def _counts(mode: Mode, settings: Mapping[str, Any], *, takes_media: bool) -> dict[str, int]:
     """Processes per stage: one of each in unified mode, no decode stage where prefill workers decode, no encoder for a
     model of text alone."""
-    counts = {stage: _replicas(stage, settings.get(stage, {})) for stage in _STAGES}
+    counts = {stage: replicas(stage, settings.get(stage, {})) for stage in _STAGES}
     if mode == "unified":
         for stage, count in counts.items():
             if count != 1:
@@ -298,7 +315,7 @@ def _counts(mode: Mode, settings: Mapping[str, Any], *, takes_media: bool) -> di
     return counts | {"decode": 0}
 
 
-def _replicas(stage: str, values: Mapping[str, Any]) -> int:
+def replicas(stage: str, values: Mapping[str, Any]) -> int:
     chosen = _convert(stage, StageConfig, {key: value for key, value in values.items() if key == "replicas"})
     try:
         return StageConfig(**chosen).replicas
@@ -306,15 +323,15 @@ def _replicas(stage: str, values: Mapping[str, Any]) -> int:
         raise ConfigError(f"{stage}.{error}") from error
 
 
-def _fetch_policy(values: Mapping[str, Any]) -> FetchPolicy:
-    policy = _build("fetch", FetchPolicy, values)
+def fetch_policy(values: Mapping[str, Any]) -> FetchPolicy:
+    policy = build("fetch", FetchPolicy, values)
     for root in policy.media_roots:
         if not root.is_dir():
             raise ConfigError(f"fetch.media_roots (--media-root) names {root}, which is not a directory")
     return policy
 
 
-def _without_replicas(values: Mapping[str, Any]) -> dict[str, Any]:
+def without_replicas(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key != "replicas"}
 
 
@@ -327,7 +344,7 @@ def as_json(settings: Any) -> str:
         raise TypeError(f"{type(value).__name__} is not a setting")
 
     shown = asdict(settings)
-    for owner in (shown, shown.get("gateway", {})):
+    for owner in (shown, shown.get("gateway", {}), shown.get("front", {})):
         if owner.get("api_keys"):
             owner["api_keys"] = [f"({len(owner['api_keys'])} hidden)"]
     return json.dumps(shown, default=plain, indent=2)

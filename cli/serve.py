@@ -8,7 +8,7 @@ import json
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,10 +16,12 @@ import aiohttp
 import typer
 from rich.console import Console
 
-from cli.load import BUILTIN_MODELS, MODES, ConfigError, ServeConfig, as_json, load
+from cli.greet import greet_encoder
+from cli.load import BUILTIN_MODELS, MODES, ConfigError, ServeConfig, as_json
+from cli.load_role import EncoderDeployment, given_role, load_any
 from cli.preflight import check_deployment
 from cli.runtime import run_directory
-from cli.stage import EncoderStage, GatewayStage, Stage, WorkerStage
+from cli.stage import EncoderStage, FrontStage, GatewayStage, Stage, WorkerStage
 from cli.supervisor import StageEvent, StageFailed, StageRefused, Supervisor
 from cli.terminal import quoted
 from encoder.checkpoint import read_json_object
@@ -30,6 +32,14 @@ console = Console(stderr=True, highlight=False)
 def serve(
     mode: Annotated[
         str, typer.Option(help=f"How the stages are spread over processes: {', '.join(MODES)}.", show_default="epd")
+    ] = "",
+    role: Annotated[
+        str,
+        typer.Option(
+            help="One stage served by itself: encoder, whose HTTP side takes media on /v1/encode and speaks SGLang's "
+            "encoder protocol. Without it, the whole pipeline.",
+            show_default=False,
+        ),
     ] = "",
     model: Annotated[
         str,
@@ -63,16 +73,20 @@ def serve(
         bool, typer.Option("--print-config", help="Show the resolved settings as JSON and stop.")
     ] = False,
 ) -> None:
-    """Start an OpenAI-compatible API on the Encode-Prefill-Decode pipeline.
+    """Start an OpenAI-compatible API on the Encode-Prefill-Decode pipeline, or one stage of it.
 
     Example: mimo serve --mode epd --media-root samples
+
+    Example: mimo serve --role encoder --encoders 2 --port 8001
     """
+    http = "front" if given_role(config, role) else "gateway"
     flags = _flags(
         {
             "mode": mode or None,
+            "role": role or None,
             "model": model or None,
-            "gateway.host": host or None,
-            "gateway.port": port,
+            f"{http}.host": host or None,
+            f"{http}.port": port,
             "fetch.media_roots": [str(root) for root in media_root] if media_root else None,
             "fetch.allow_private_addresses": allow_private_addresses or None,
             "encoder.replicas": encoders,
@@ -82,16 +96,20 @@ def serve(
         },
         setting or [],
     )
-    if flags.get("gateway", {}).get("port") == 0:
-        flags["gateway"]["port"] = free_port(host or "127.0.0.1")
+    if flags.get(http, {}).get("port") == 0:
+        flags[http]["port"] = free_port(host or "127.0.0.1")
     try:
         with run_directory() as runtime_dir:
-            resolved = load(runtime_dir=runtime_dir, file=config, flags=flags)
+            resolved = load_any(runtime_dir=runtime_dir, file=config, flags=flags)
             if print_config:
                 typer.echo(as_json(resolved))
                 return
+            if isinstance(resolved, EncoderDeployment):
+                require_free_port(resolved.front.host, resolved.front.port)
+                asyncio.run(_serve_encoder(resolved))
+                return
             check_deployment(resolved)
-            _require_free_port(resolved)
+            require_free_port(resolved.gateway.host, resolved.gateway.port)
             asyncio.run(_serve(resolved))
     except StageFailed as error:
         console.print(f"[red]mimo serve:[/] {quoted(str(error))}")
@@ -118,17 +136,7 @@ def _flags(named: dict[str, Any], free: Sequence[str]) -> dict[str, Any]:
 
 def build_stages(config: ServeConfig) -> list[Stage]:
     """The processes of a deployment, the gateway last."""
-    arena_prefix = config.runtime_dir.name
-    stages: list[Stage] = [
-        EncoderStage(
-            config=settings,
-            model_dir=config.model_dir,
-            name=f"encoder-{i}",
-            address=config.gateway.encoders[i],
-            arena=f"{arena_prefix}-encoder-{i}",
-        )
-        for i, settings in enumerate(config.encoders)
-    ]
+    stages: list[Stage] = [*encoder_stages(config, config.gateway.encoders)]
     engines = [
         *zip(config.prefill, config.gateway.prefill, strict=True),
         *zip(config.decode, config.gateway.decode, strict=True),
@@ -137,28 +145,59 @@ def build_stages(config: ServeConfig) -> list[Stage]:
     return [*stages, GatewayStage(config=config.gateway)]
 
 
-async def _serve(config: ServeConfig) -> None:
+def encoder_stages(config: ServeConfig | EncoderDeployment, addresses: Sequence[str]) -> list[EncoderStage]:
+    """The encoder processes of a deployment."""
+    arena_prefix = config.runtime_dir.name
+    return [
+        EncoderStage(
+            config=settings,
+            model_dir=config.model_dir,
+            name=f"encoder-{i}",
+            address=addresses[i],
+            arena=f"{arena_prefix}-encoder-{i}",
+        )
+        for i, settings in enumerate(config.encoders)
+    ]
+
+
+def _stop_signal() -> asyncio.Event:
+    """Set once this process is told to stop."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+async def _serve_encoder(config: EncoderDeployment) -> None:
+    front = FrontStage(config=config.front, sglang=config.sglang)
+    stages: list[Stage] = [*encoder_stages(config, config.front.encoders), front]
+    await _serve_processes(config, stages, _stop_signal(), announce=lambda: _announce_encoder(config))
+
+
+async def _serve(config: ServeConfig) -> None:
+    stop = _stop_signal()
     if config.mode == "unified":
         from cli.unified import serve_unified
 
         await serve_unified(config, stop, on_ready=lambda: _greet(config))
         return
-    await _serve_processes(config, stop)
+    await _serve_processes(config, build_stages(config), stop, announce=lambda: _announce(config))
 
 
-async def _serve_processes(config: ServeConfig, stop: asyncio.Event) -> None:
-    supervisor = Supervisor(
-        build_stages(config), runtime_dir=config.runtime_dir, config=config.supervisor, on_event=show_event
-    )
+async def _serve_processes(
+    config: ServeConfig | EncoderDeployment,
+    stages: Sequence[Stage],
+    stop: asyncio.Event,
+    *,
+    announce: Callable[[], Coroutine[Any, Any, None]],
+) -> None:
+    supervisor = Supervisor(stages, runtime_dir=config.runtime_dir, config=config.supervisor, on_event=show_event)
     await supervisor.start()
-    waits = [
+    waits: list[asyncio.Task[Any]] = [
         asyncio.create_task(stop.wait()),
         asyncio.create_task(supervisor.failed()),
-        asyncio.create_task(_announce(config)),
+        asyncio.create_task(announce()),
     ]
     try:
         stopped, failed, announced = waits
@@ -193,7 +232,15 @@ async def _announce(config: ServeConfig) -> None:
     await _greet(config)
 
 
-async def until_ready(config: ServeConfig) -> None:
+async def _announce_encoder(config: EncoderDeployment) -> None:
+    """`_announce` of encoders by themselves."""
+    started_s = time.monotonic()
+    await until_ready(config)
+    console.print(f"ready after {time.monotonic() - started_s:.1f} s")
+    greet_encoder(config, reach(config), console)
+
+
+async def until_ready(config: ServeConfig | EncoderDeployment) -> None:
     """Wait until every stage is ready. Raises StageFailed after `start_timeout_s`."""
     started_s = time.monotonic()
     url = f"http://{reach(config)}/ready"
@@ -211,10 +258,11 @@ async def until_ready(config: ServeConfig) -> None:
     raise StageFailed(f"not ready after {config.supervisor.start_timeout_s:.0f} s: {reasons}")
 
 
-def reach(config: ServeConfig) -> str:
+def reach(config: ServeConfig | EncoderDeployment) -> str:
     """host:port to reach a server that may listen on every interface."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.gateway.host, config.gateway.host)
-    return f"{host}:{config.gateway.port}"
+    server = config.front if isinstance(config, EncoderDeployment) else config.gateway
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(server.host, server.host)
+    return f"{host}:{server.port}"
 
 
 async def _greet(config: ServeConfig) -> None:
@@ -267,8 +315,8 @@ def free_port(host: str) -> int:
         return port
 
 
-def _require_free_port(config: ServeConfig) -> None:
-    host, port = config.gateway.host, config.gateway.port
+def require_free_port(host: str, port: int) -> None:
+    """Raises ConfigError."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         socket.create_server((host, port), family=family).close()

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from encoder import FrontConfig, SglangConfig
 from encoder.config import EncoderConfig
 from epd.config import EngineConfig, GatewayConfig
 
@@ -51,22 +52,34 @@ class GatewayStage:
     name: str = "gateway"
 
 
-Stage = EncoderStage | WorkerStage | GatewayStage
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontStage:
+    """The HTTP side of encoders that serve by themselves."""
+
+    config: FrontConfig
+    sglang: SglangConfig
+    name: str = "front"
+
+
+Stage = EncoderStage | WorkerStage | GatewayStage | FrontStage
 _STAGES: dict[str, type[Any]] = {
     "encoder": EncoderStage,
     "prefill": WorkerStage,
     "decode": WorkerStage,
     "gateway": GatewayStage,
+    "front": FrontStage,
 }
 
 
 def stage_kind(stage: Stage) -> str:
-    """encoder, prefill, decode or gateway; a worker that does both prompts and tokens is shown as prefill."""
+    """encoder, prefill, decode, gateway or front; a worker that does both prompts and tokens is shown as prefill."""
     match stage:
         case EncoderStage():
             return "encoder"
         case GatewayStage():
             return "gateway"
+        case FrontStage():
+            return "front"
         case WorkerStage():
             return "decode" if stage.config.role == "decode" else "prefill"
 
@@ -120,6 +133,10 @@ def run(stage: Stage) -> None:
             from epd import run_gateway
 
             run_gateway(stage.config)
+        case FrontStage():
+            from encoder import run_front
+
+            run_front(stage.config, stage.sglang)
 
 
 def main() -> None:

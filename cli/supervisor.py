@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from cli.load import SupervisorConfig
-from cli.stage import EXIT_USAGE, GatewayStage, Stage, stage_kind, write_settings
+from cli.stage import EXIT_USAGE, FrontStage, GatewayStage, Stage, stage_kind, write_settings
 from cli.watch import Watch
 
 
@@ -41,7 +41,7 @@ class StageEvent:
 
 
 class Supervisor:
-    """Owns the child processes. All are started at once; the gateway is stopped before those it needs."""
+    """Owns the child processes. All are started at once; gateway or front is stopped before those it needs."""
 
     def __init__(
         self,
@@ -81,13 +81,13 @@ class Supervisor:
         await asyncio.shield(self._failure)
 
     async def stop(self) -> None:
-        """SIGTERM the gateway, wait for its drain, then the others; SIGKILL what overstays `drain_s`."""
+        """SIGTERM the gateway or front, wait for its drain, then the others; SIGKILL what overstays `drain_s`."""
         self._stopping = True
         if self._watching is not None:
             # A stage that drains answers no probes; from here on only `drain_s` counts.
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
-        gateways = [stage for stage in self._stages if isinstance(stage, GatewayStage)]
+        gateways = [stage for stage in self._stages if isinstance(stage, GatewayStage | FrontStage)]
         await asyncio.gather(*(self._end(stage) for stage in gateways))
         await asyncio.gather(*(self._end(stage) for stage in self._stages if stage not in gateways))
 

@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from cli.load import SupervisorConfig
-from cli.stage import EncoderStage, GatewayStage, Stage, WorkerStage
+from cli.stage import EncoderStage, FrontStage, GatewayStage, Stage, WorkerStage
 from encoder.types import Ping, ToEncoder
 from encoder.wire import Codec
 from epd.types import Hello, ToWorker
@@ -73,7 +73,10 @@ class Watch:
     async def _probe(self, stage: Stage, context: zmq.asyncio.Context) -> None:
         match stage:
             case GatewayStage():
-                await self._probe_http(stage)
+                await self._probe_http(stage, "/health")
+            case FrontStage():
+                # Not its /health, which a thread of its own answers: what must be seen to live is the loop that works.
+                await self._probe_http(stage, "/v1/models")
             case EncoderStage():
                 await self._probe_socket(stage.name, stage.address, Codec(ToEncoder).encode(Ping(sequence=0)), context)
             case WorkerStage():
@@ -98,9 +101,9 @@ class Watch:
                     await socket.recv_multipart()
                     self.heard(name)
 
-    async def _probe_http(self, stage: GatewayStage) -> None:
+    async def _probe_http(self, stage: GatewayStage | FrontStage, path: str) -> None:
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(stage.config.host, stage.config.host)
-        url = f"http://{host}:{stage.config.port}/health"
+        url = f"http://{host}:{stage.config.port}{path}"
         timeout = aiohttp.ClientTimeout(total=self._config.silence_s)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             while True:

@@ -6,6 +6,8 @@ Importing this package loads no torch; the gateway depends on that. The names be
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from encoder.front.config import FrontConfig
+    from encoder.front.process import run_front
     from encoder.inventory import (
         Part,
         StoredDtype,
@@ -18,14 +20,17 @@ if TYPE_CHECKING:
     from encoder.links import MemoryLink
     from encoder.local import LocalEmbedding, LocalEncoder, LocalRows
     from encoder.process import open_server, run_encoder
+    from encoder.sglang.config import SglangConfig
     from encoder.towers.weights import load_towers
 
 __all__ = [
+    "FrontConfig",
     "LocalEmbedding",
     "LocalEncoder",
     "LocalRows",
     "MemoryLink",
     "Part",
+    "SglangConfig",
     "StoredDtype",
     "TensorSpec",
     "audio_encoder_tensors",
@@ -33,16 +38,19 @@ __all__ = [
     "load_towers",
     "open_server",
     "run_encoder",
+    "run_front",
     "used_tokenizer_name",
     "vision_tensors",
 ]
 
 _HOMES = {
+    "FrontConfig": "encoder.front.config",
     "LocalEmbedding": "encoder.local",
     "LocalEncoder": "encoder.local",
     "LocalRows": "encoder.local",
     "MemoryLink": "encoder.links",
     "Part": "encoder.inventory",
+    "SglangConfig": "encoder.sglang.config",
     "StoredDtype": "encoder.inventory",
     "TensorSpec": "encoder.inventory",
     "audio_encoder_tensors": "encoder.inventory",
@@ -50,6 +58,7 @@ _HOMES = {
     "load_towers": "encoder.towers.weights",
     "open_server": "encoder.process",
     "run_encoder": "encoder.process",
+    "run_front": "encoder.front.process",
     "used_tokenizer_name": "encoder.inventory",
     "vision_tensors": "encoder.inventory",
 }

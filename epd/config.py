@@ -88,12 +88,27 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchPolicy:
-    """What the gateway may fetch for a client. `media_roots` opens file: URLs under these folders only."""
+    """What may be fetched for a client. `media_roots` opens file: URLs under these folders only."""
 
     media_roots: tuple[Path, ...] = ()
     allow_private_addresses: bool = False
     max_bytes: int = 256 << 20
     timeout_s: float = 20.0
+    # For one connection to come about, and between two pieces of an answer.
+    stall_timeout_s: float = 10.0
+    # Downloads at a time: of all requests together, and of one.
+    max_concurrency: int = 256
+    max_concurrency_per_request: int = 64
+
+    def __post_init__(self) -> None:
+        _positive(
+            "fetch",
+            max_bytes=self.max_bytes,
+            timeout_s=self.timeout_s,
+            stall_timeout_s=self.stall_timeout_s,
+            max_concurrency=self.max_concurrency,
+            max_concurrency_per_request=self.max_concurrency_per_request,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,11 +28,15 @@ class Admission:
     def num_inflight(self) -> int:
         return len(self._sessions)
 
+    def check(self) -> None:
+        """Raises Refused when nothing new is taken."""
+        if self.draining:
+            raise _shutting_down()
+
     @asynccontextmanager
     async def session(self) -> AsyncGenerator[None, None]:
         """The whole life of a request, its arrival included. Raises Refused: 503 when stopping, 504 when too long."""
-        if self.draining:
-            raise _shutting_down()
+        self.check()
         deadline_s = asyncio.get_running_loop().time() + self._timeout_s
         try:
             async with asyncio.timeout_at(deadline_s) as timeout:

@@ -51,15 +51,9 @@ class Problem:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error object; the status stands in it for items that fail by themselves."""
+        """The error object."""
         kind = _TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "server_error")
-        return {
-            "message": self.message,
-            "type": kind,
-            "param": self.param,
-            "code": self.code,
-            "status": self.status,
-        }
+        return {"message": self.message, "type": kind, "param": self.param, "code": self.code}
 
     @property
     def headers(self) -> dict[str, str]:

@@ -89,7 +89,7 @@ def safetensors_head(results: Sequence[Result], *, model: str) -> tuple[bytes, i
     offset = 0
     for index, result in enumerate(results):
         if isinstance(result, Problem):
-            metadata[str(index)] = json.dumps({"error": result.error})
+            metadata[str(index)] = json.dumps({"status": result.status, "error": result.error})
             continue
         metadata[str(index)] = json.dumps({"model": model, **describe(result)})
         end = offset + len(result.rows)
@@ -144,7 +144,7 @@ def _pieces(rows: memoryview) -> Iterator[memoryview]:
 
 
 def _failed(index: int, problem: Problem) -> dict[str, Any]:
-    return {"index": index, "object": "error", "error": problem.error}
+    return {"index": index, "object": "error", "status": problem.status, "error": problem.error}
 
 
 def _dumps(value: object) -> bytes:

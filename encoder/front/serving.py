@@ -17,12 +17,16 @@ from encoder.front.desk import EncodeDesk
 from encoder.front.door import Door, open_listener
 from encoder.front.health import HealthBoard
 from encoder.front.metrics import FrontMetrics
+from encoder.sglang.config import SglangConfig
+from encoder.sglang.dialect import SglangDialect
+from encoder.sglang.routes import add_routes
 from preprocess.config import ProcessorConfig
 from preprocess.fetch import Fetcher
 
 logger = logging.getLogger(__name__)
 
 _PULSE_S: Final = 0.2
+_DELIVERY_POLL_S: Final = 0.02
 # What is left to write after the drain: bodies of refusals.
 _LAST_WORDS_S: Final = 2.0
 
@@ -30,8 +34,13 @@ _LAST_WORDS_S: Final = 2.0
 class FrontServer:
     """Serves from `start` to `stop`, on the running loop. Fetcher and client are the caller's."""
 
-    def __init__(self, config: FrontConfig, *, fetcher: Fetcher, encoder: EncoderClient) -> None:
-        """Raises CheckpointError or ValueError for a model directory that holds no processor."""
+    def __init__(
+        self, config: FrontConfig, *, fetcher: Fetcher, encoder: EncoderClient, sglang: SglangConfig | None = None
+    ) -> None:
+        """Without `sglang`, or with it switched off, only the native dialect is spoken.
+
+        Raises CheckpointError or ValueError for a model directory that holds no processor.
+        """
         self._config = config
         self._encoder = encoder
         self._metrics = FrontMetrics(infos=encoder.infos)
@@ -47,6 +56,10 @@ class FrontServer:
         )
         self._front = Front(config, desk=self.desk, board=self.board, metrics=self._metrics)
         self.app = self._front.app()
+        self._dialect: SglangDialect | None = None
+        if sglang is not None and sglang.enabled:
+            self._dialect = SglangDialect(self.desk, sglang, is_healthy=lambda: self.board.health().status == 200)
+            add_routes(self.app, self._dialect)
         self._runner = FrontRunner(
             self.app,
             # A client that leaves ends its request everywhere.
@@ -82,14 +95,22 @@ class FrontServer:
             hand_over=self._hand_over,
         )
         await self._runner.setup()
+        if self._dialect is not None:
+            await self._dialect.start()
         self._note()
         self._pulse = asyncio.create_task(self._beat(door))
         self._door = door
         door.open()
+        if self._dialect is not None:
+            self._dialect.announce(door.port)
 
     async def stop(self) -> None:
         """Refuse what is new, let answers in flight end, then close everything."""
+        over_s = asyncio.get_running_loop().time() + self._config.drain_s
         await self._front.admission.drain(self._config.drain_s)
+        if self._dialect is not None:
+            while self._is_delivering() and asyncio.get_running_loop().time() < over_s:  # noqa: ASYNC110 - another's state
+                await asyncio.sleep(_DELIVERY_POLL_S)
         if self._pulse is not None:
             self._pulse.cancel()
             await asyncio.gather(self._pulse, return_exceptions=True)
@@ -97,6 +118,13 @@ class FrontServer:
             await asyncio.to_thread(self._door.close)
         await asyncio.gather(*self._arriving, return_exceptions=True)
         await self._runner.cleanup()
+        if self._dialect is not None:
+            await self._dialect.stop()
+
+    def _is_delivering(self) -> bool:
+        """Whether parts of the other dialect are still being encoded or pushed."""
+        gauges = {} if self._dialect is None else self._dialect.gauges()
+        return any(gauges[name] for name in ("parts", "messages", "leases"))
 
     async def _beat(self, door: Door) -> None:
         while door.is_open:
@@ -131,10 +159,12 @@ class FrontServer:
 
 
 @asynccontextmanager
-async def running_front(config: FrontConfig, encoder: EncoderClient) -> AsyncIterator[FrontServer]:
+async def running_front(
+    config: FrontConfig, encoder: EncoderClient, sglang: SglangConfig | None = None
+) -> AsyncIterator[FrontServer]:
     """A front over a client that is open, with a fetcher of its own, serving until the block ends."""
     async with Fetcher(config.fetch) as fetcher:
-        server = FrontServer(config, fetcher=fetcher, encoder=encoder)
+        server = FrontServer(config, fetcher=fetcher, encoder=encoder, sglang=sglang)
         await server.start()
         try:
             yield server

@@ -27,6 +27,9 @@ def fetch_limits(config: GatewayConfig) -> FetchLimits:
     return FetchLimits(
         max_bytes=policy.max_bytes,
         timeout_s=policy.timeout_s,
+        stall_timeout_s=policy.stall_timeout_s,
+        max_concurrency=policy.max_concurrency,
+        max_concurrency_per_request=policy.max_concurrency_per_request,
         allow_private_addresses=policy.allow_private_addresses,
         media_roots=policy.media_roots,
     )
