@@ -37,10 +37,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 class Rows:
-    """Embedding rows by lease id, in place of the arena: here as soon as they are asked for."""
+    """Embedding rows by lease id, in place of the arena: here as soon as they are asked for or, with `is_slow`, when
+    the test says so."""
 
     def __init__(self) -> None:
         self.rows: dict[str, torch.Tensor] = {}
+        self.is_slow = False
+        self.fetched: list[str] = []
+        self._under_way: list[tuple[EmbeddingRef, Deliver]] = []
 
     def put(self, name: str, num_rows: int, width: int, *, seed: int) -> EmbeddingRef:
         self.rows[name] = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed))
@@ -56,9 +60,18 @@ class Rows:
         )
 
     def fetch(self, ref: EmbeddingRef, deadline_unix_s: float, deliver: Deliver) -> Callable[[], None]:
-        rows = self.rows.get(ref.lease_id)
-        deliver(EmbeddingLost(f"{ref.lease_id} is gone") if rows is None else rows)
+        self.fetched.append(ref.lease_id)
+        self._under_way.append((ref, deliver))
+        if not self.is_slow:
+            self.arrive()
         return lambda: None
+
+    def arrive(self) -> None:
+        """Deliver everything that was asked for, also what nobody waits for any more."""
+        under_way, self._under_way = self._under_way, []
+        for ref, deliver in under_way:
+            rows = self.rows.get(ref.lease_id)
+            deliver(EmbeddingLost(f"{ref.lease_id} is gone") if rows is None else rows)
 
     def close(self) -> None:
         pass
