@@ -1,65 +1,107 @@
-"""`mimo encode`: media files to embeddings in one safetensors file, by the code the encoder server runs."""
+"""`mimo encode`: media to embeddings in safetensors files, by the code the encoder server runs."""
 
-import json
 import os
 import sys
-import time
-from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from cli.encode_inputs import Input, check_names, check_places, find_inputs
+from cli.encode_outputs import SUFFIX, FileTree, Output, OutputFailed, PackedFile, ShardLimits, Shards
+from cli.encode_records import RecordPaths, Records
+from cli.encode_report import Report, tell_failure
+from cli.encode_run import Run
+from cli.encode_sources import Sources
+from cli.encode_workspace import Workspace
 from cli.load import ConfigError, resolve_model
-from cli.media_files import MediaFileError, expand_paths, path_text
-from cli.terminal import quoted
+from cli.media_files import path_text
 from encoder.config import EncoderConfig
-from encoder.errors import TowerFailed
-from preprocess.config import VideoBackend, check_video_backend
-from preprocess.errors import BackendUnavailable, MediaError
-from preprocess.ranges import printable
-from preprocess.types import OPTIONS_OF, Detail, MediaOptions, Modality
+from preprocess.config import FetchLimits, VideoBackend, check_video_backend
+from preprocess.errors import BackendUnavailable
+from preprocess.types import Detail, MediaOptions, Modality
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    from encoder import LocalEncoder
 
-    from encoder import LocalEmbedding, LocalEncoder
-
-    Result = LocalEmbedding | MediaError | TowerFailed | OSError
-
-_FILES_AT_ONCE = 2
 _INTERRUPTED = 130
 """The exit code by which shells know it."""
-console = Console(stderr=True, highlight=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """Rows `[rows, width]`, what is known of them, and why a file failed, each by file name as given.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What to do, checked."""
 
-    Bytes of a name that are no UTF-8 are spelled out: neither safetensors nor JSON has a place for them.
-    """
+    inputs: list[Input]
+    target: Path
+    """The packed file, or the directory."""
+    is_packed: bool
+    shards: ShardLimits | None
+    overwrite: bool
+    concurrency: int
+    max_failures: int | None
+    limits: FetchLimits
 
-    tensors: dict[str, "NDArray[np.float32]"] = field(default_factory=dict)
-    metadata: dict[str, dict[str, Any]] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
+    @property
+    def workspace(self) -> Path:
+        return self.target.with_name(f".{self.target.name}.spool") if self.is_packed else self.target / ".spool"
+
+    @property
+    def records(self) -> RecordPaths | None:
+        """None where the one file says it all."""
+        if not self.is_packed:
+            return RecordPaths(self.target / "index.jsonl", self.target / "failed.jsonl", self.workspace)
+        if len(self.inputs) == 1:
+            return None
+        index, failed = (self.target.with_name(f"{self.target.name}.{kind}.jsonl") for kind in ("index", "failed"))
+        return RecordPaths(index, failed, self.workspace)
 
 
 def encode(
     files: Annotated[
-        list[Path], typer.Argument(help="Images, videos, sounds, or directories of them.", show_default=False)
-    ],
+        list[str] | None,
+        typer.Argument(
+            help="Images, videos, sounds: files, directories, URLs, or quoted patterns such as 'photos/**/*.jpg'.",
+            show_default=False,
+        ),
+    ] = None,
+    manifest: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A file that names inputs, one per line: a path, a URL, or JSON; - is standard input. See below.",
+            show_default=False,
+        ),
+    ] = None,
+    recursive: Annotated[bool, typer.Option(help="Whether a directory's own directories are searched too.")] = True,
     out: Annotated[
         Path | None,
-        typer.Option(help="Where to write; by default FILE.safetensors, or embeddings.safetensors for several."),
+        typer.Option(help="One packed file; by default FILE.safetensors, or embeddings.safetensors for several."),
     ] = None,
+    out_dir: Annotated[
+        Path | None, typer.Option(help="Instead of one file, a file per input below this directory, or shards.")
+    ] = None,
+    shard_rows: Annotated[
+        int | None, typer.Option(min=1, help="Pack inputs into shards of at most so many rows; with --out-dir.")
+    ] = None,
+    shard_bytes: Annotated[
+        int | None, typer.Option(min=1, help="Pack inputs into shards of at most so many bytes; with --out-dir.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Encode all anew, whatever is done.")] = False,
+    max_failures: Annotated[
+        int | None, typer.Option(min=0, help="Stop after more failures than this; by default, never.")
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(min=1, max=256, help="Inputs read or fetched at a time; more helps with slow servers.")
+    ] = 8,
+    allow_private_addresses: Annotated[
+        bool, typer.Option("--allow-private-addresses", help="Let URLs reach loopback and private networks.")
+    ] = False,
     model: Annotated[str, typer.Option(help="A built-in model or a directory in Hugging Face layout.")] = "mimo-nano",
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="What the towers compute in, and what is written.")
+    ] = "float32",
+    device: Annotated[str, typer.Option(help="Where the towers run: cpu, cuda, cuda:1, ...")] = "cpu",
     modality: Annotated[Modality | None, typer.Option(help="Read every file as this, whatever its name.")] = None,
     fps: Annotated[float | None, typer.Option(help="Frames sampled per second of video.")] = None,
     max_frames: Annotated[int | None, typer.Option(help="At most this many frames of a video.")] = None,
@@ -73,20 +115,45 @@ def encode(
     ] = None,
     video_backend: Annotated[VideoBackend, typer.Option(help="What decodes videos.")] = "pyav",
     threads: Annotated[int | None, typer.Option(help="CPU threads of the tower.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per file on standard output.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per file on standard output, and a summary last.")
+    ] = False,
 ) -> None:
     """Turn media into embeddings.
 
-    Each file becomes one tensor, rows by width, named as the file was given (bytes that are no UTF-8 become \\xNN); its
-    grid, time stamps, key and warnings stand as JSON under the same name in the metadata. A warning tells what of a
-    file was damaged or left out. A file that cannot be decoded is reported and left out, and the exit code is 1.
-    Ctrl-C keeps what is done so far; then it is 130. An option goes to the files it means something for, and is a
+    Each input becomes one tensor, rows by width, named as the input was given (bytes that are no UTF-8 become \\xNN) or
+    by its id; its grid, time stamps, key and warnings stand as JSON under the same name in the file's metadata. A
+    warning tells what of a file was damaged or left out. An option goes to the files it means something for, and is a
     mistake when there are none.
 
-    Example: mimo encode samples/clip.mp4 samples/picture.png --fps 2 --out media.safetensors
+    \b
+    mimo encode clip.mp4                            clip.mp4.safetensors
+    mimo encode photos clips --out all.safetensors  one file; index in all.safetensors.index.jsonl
+    mimo encode photos --out-dir rows               rows/photos/cat.jpg.safetensors, ..., rows/index.jsonl
+    mimo encode 'photos/**/*.jpg' --out-dir rows --shard-rows 100000
+                                                    rows/shard-00000.safetensors, ..., rows/index.jsonl
+    find . -name '*.wav' | mimo encode --manifest - --out-dir rows
+
+    A manifest's line is a path or a URL, or JSON with path or url, and, as needed, id (names the tensor and the output
+    file), modality and the options below in their JSON names, which go before the command's. Paths in it are relative
+    to the working directory. For example:
+
+    \b
+    {"path": "a/clip.mp4", "id": "clip-1", "fps": 2, "max_frames": 64}
+    {"url": "https://example.com/cat", "modality": "image", "detail": "low"}
+
+    The same command again goes on where it was broken off, by Ctrl-C, by a crash, or by failures, and gives the same
+    bytes as if it had not been. A file counts as done when its content and all settings are those of the output; a
+    URL, when it was encoded with these settings (it is not fetched again). --overwrite begins anew. Same content is
+    encoded once. Rows wait in a hidden .spool directory beside the output until they are in place.
+
+    The index has one JSON line per input, in order: input, id, output, tensor, key, modality, rows, width, dtype,
+    grid_thw, timestamps_s, warnings, or else error and code. Inputs that failed are also in failed.jsonl, and are tried
+    again by the next run.
+
+    Exit code: 0 all done, 1 some inputs failed or the output could not be written, 2 wrong usage, 130 interrupted.
     """
     try:
-        inputs = [(path, modality) for path in files] if modality else expand_paths(files)
         options = MediaOptions(
             fps=fps,
             max_frames=max_frames,
@@ -98,61 +165,134 @@ def encode(
             use_audio=use_audio,
         )
         check_video_backend(video_backend)
-    except (MediaFileError, ValueError) as error:
+        if threads is not None and threads < 1:
+            raise ConfigError(f"--threads is {threads}; allowed: 1 or more")
+        inputs = find_inputs(files or [], manifest or [], modality=modality, options=options, recursive=recursive)
+        config = _encoder_config(device, dtype, video_backend, concurrency)
+    except ValueError as error:
         raise ConfigError(str(error)) from error
-    if threads is not None and threads < 1:
-        raise ConfigError(f"--threads is {threads}; allowed: 1 or more")
-    inputs = list(dict.fromkeys(inputs))
-    _check_names([path for path, _ in inputs])
-    _check_options(options, {modality for _, modality in inputs})
-    target = out or Path(f"{files[0].name}.safetensors" if len(inputs) == 1 else "embeddings.safetensors")
-    _check_target(target, [path for path, _ in inputs])
-    _run(inputs, options, target, model=model, video_backend=video_backend, threads=threads, as_json=as_json)
+    shards = None if shard_rows is shard_bytes is None else ShardLimits(max_rows=shard_rows, max_bytes=shard_bytes)
+    plan = _Plan(
+        inputs=inputs,
+        target=out_dir or out or _default_target(inputs),
+        is_packed=out_dir is None,
+        shards=shards,
+        overwrite=overwrite,
+        concurrency=concurrency,
+        max_failures=max_failures,
+        limits=FetchLimits(allow_private_addresses=allow_private_addresses),
+    )
+    _check_plan(plan, out)
+    _run(plan, config, model=model, threads=threads, as_json=as_json)
 
 
-def _run(
-    inputs: list[tuple[Path, Modality]],
-    options: MediaOptions,
-    target: Path,
-    *,
-    model: str,
-    video_backend: VideoBackend,
-    threads: int | None,
-    as_json: bool,
-) -> None:
-    model_dir, model_name = resolve_model(model)
-    started_s = time.monotonic()
-    done, interrupted = Encoded(), False
+def _encoder_config(device: str, dtype: str, video_backend: VideoBackend, concurrency: int) -> EncoderConfig:
+    """Raises ValueError."""
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"--dtype is {dtype!r}; allowed: float32, bfloat16")
+    num_decoders = min(concurrency, max(2, os.cpu_count() or 1))
+    return EncoderConfig(
+        device=device,
+        dtype="bfloat16" if dtype == "bfloat16" else "float32",
+        video_backend=video_backend,
+        decode_threads=num_decoders,
+    )
+
+
+def _default_target(inputs: list[Input]) -> Path:
+    if len(inputs) > 1:
+        return Path(f"embeddings{SUFFIX}")
+    (item,) = inputs
+    return Path(f"{Path(item.place if item.is_url else item.location).name}{SUFFIX}")
+
+
+def _check_plan(plan: _Plan, out: Path | None) -> None:
+    """Refuse, before any work, what cannot be written or would destroy something. Raises ConfigError."""
+    check_names(plan.inputs)
+    if plan.is_packed:
+        if plan.shards is not None:
+            raise ConfigError("--shard-rows and --shard-bytes need --out-dir, the directory for the shards")
+        _check_target(plan.target, [Path(item.location) for item in plan.inputs if not item.is_url])
+        return
+    if out is not None:
+        raise ConfigError("--out and --out-dir exclude each other; give one")
+    if plan.target.exists() and not plan.target.is_dir():
+        raise ConfigError(f"--out-dir {path_text(plan.target)}: exists and is not a directory")
+    if plan.shards is None:
+        check_places(plan.inputs, SUFFIX)
     try:
-        encoder = _open_encoder(model_dir, EncoderConfig(video_backend=video_backend), threads)
-        _encode_all(encoder, inputs, options, done, quiet=as_json)
+        plan.target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out-dir {path_text(plan.target)}: {error.strerror}") from error
+    if not os.access(plan.target, os.W_OK):
+        raise ConfigError(f"--out-dir {path_text(plan.target)}: cannot be written to")
+
+
+def _check_target(target: Path, inputs: list[Path]) -> None:
+    if not target.parent.is_dir():
+        raise ConfigError(f"--out {path_text(target)}: no such directory {path_text(target.parent)}")
+    if target.exists() and not target.is_file():
+        raise ConfigError(f"--out {path_text(target)}: exists and is not a regular file")
+    if target.exists() and any(path.exists() and path.samefile(target) for path in inputs):
+        raise ConfigError(f"--out {path_text(target)}: is one of the inputs and would be overwritten")
+    if not os.access(target.parent, os.W_OK):
+        raise ConfigError(f"--out {path_text(target)}: directory {path_text(target.parent)} cannot be written to")
+
+
+def _run(plan: _Plan, config: EncoderConfig, *, model: str, threads: int | None, as_json: bool) -> None:
+    model_dir, model_name = resolve_model(model)
+    is_whole = has_failed = False
+    try:
+        workspace = Workspace(plan.workspace)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {path_text(plan.workspace.parent)}: {error.strerror}") from error
+    records = Records(plan.records, typer.echo if as_json else None)
+    report = Report(len(plan.inputs), quiet=as_json)
+    try:
+        with report:
+            output = _open_output(plan, workspace, records)
+            encoder = _open_encoder(model_dir, config, threads)
+            report.begin()
+            run = Run(
+                encoder,
+                Sources(plan.limits),
+                output,
+                report.note,
+                model=model_name,
+                max_failures=plan.max_failures,
+            )
+            is_whole = run.run(plan.inputs, plan.concurrency)
     except KeyboardInterrupt:
-        interrupted = True
-    if done.tensors:
-        entries = {name: {"model": model_name} | done.metadata[name] for name in done.tensors}
-        _write(target, done.tensors, {name: json.dumps(entry) for name, entry in entries.items()})
-    if as_json:
-        for name in done.tensors:
-            typer.echo(json.dumps({"file": name, "out": path_text(target)} | done.metadata[name]))
-        for name, reason in done.failures.items():
-            typer.echo(json.dumps({"file": name, "error": reason}))
-    num_rows = sum(len(tensor) for tensor in done.tensors.values())
-    where = f"written to {path_text(target)}" if done.tensors else "nothing written"
-    elapsed_s = time.monotonic() - started_s
-    count = f"{len(done.tensors)} of {len(inputs)} files"
-    _tell(f"{'interrupted: ' if interrupted else ''}{count}, {num_rows} rows in {elapsed_s:.1f} s, {where}")
-    for name in done.tensors:
-        for warning in done.metadata[name]["warnings"]:
-            _tell(f"warning {name}: {warning}", style="yellow")
-    for name, reason in done.failures.items():
-        _tell(f"failed {name}: {reason}", style="red")
-    if interrupted or done.failures:
-        sys.exit(_INTERRUPTED if interrupted else 1)
+        pass
+    except OutputFailed as error:
+        has_failed = True
+        tell_failure(f"mimo encode: {error}")
+    finally:
+        records.close()
+        workspace.close()
+    totals = records.totals
+    is_stopped = plan.max_failures is not None and totals.num_failed > plan.max_failures
+    is_interrupted = not (is_whole or has_failed or is_stopped)
+    where = "what is done is kept for the next run" if has_failed else _where(plan, totals.num_done)
+    report.conclude(totals, where, is_whole=is_whole or has_failed, is_interrupted=is_interrupted, as_json=as_json)
+    if is_interrupted or totals.num_failed or has_failed:
+        sys.exit(_INTERRUPTED if is_interrupted else 1)
 
 
-def _tell(line: str, style: str | None = None) -> None:
-    """One line, whatever is in a file's name."""
-    console.print(printable(line), style=style, markup=False, soft_wrap=True)
+def _where(plan: _Plan, num_done: int) -> str:
+    if plan.workspace.exists():
+        # What could not be put in its place yet.
+        return "the rest of what is done is kept for the next run"
+    return f"written to {path_text(plan.target)}" if num_done else "nothing written"
+
+
+def _open_output(plan: _Plan, workspace: Workspace, records: Records) -> Output:
+    """Raises ConfigError."""
+    if plan.is_packed:
+        return PackedFile(plan.target, workspace, records, overwrite=plan.overwrite)
+    if plan.shards is not None:
+        return Shards(plan.target, plan.shards, workspace, records, overwrite=plan.overwrite)
+    return FileTree(plan.target, workspace, records, overwrite=plan.overwrite)
 
 
 def _open_encoder(model_dir: Path, config: EncoderConfig, threads: int | None) -> "LocalEncoder":
@@ -165,119 +305,3 @@ def _open_encoder(model_dir: Path, config: EncoderConfig, threads: int | None) -
         raise ConfigError(str(error)) from error
     except (ValueError, OSError) as error:
         raise ConfigError(f"{model_dir}: {error}") from error
-
-
-def _check_names(inputs: list[Path]) -> None:
-    """Refuse two files that would be one tensor. Raises ConfigError."""
-    for name, count in Counter(map(path_text, inputs)).items():
-        if count > 1:
-            raise ConfigError(
-                f"{count} files would be named {name} in the output; rename all but one, or leave them out"
-            )
-
-
-def _check_options(options: MediaOptions, modalities: set[Modality]) -> None:
-    """Refuse an option that would do nothing. Raises ConfigError."""
-    for field_name in options.given():
-        takers = [modality for modality in Modality if field_name in OPTIONS_OF[modality]]
-        if modalities.isdisjoint(takers):
-            flag = f"--{field_name.replace('_', '-')}"
-            raise ConfigError(f"{flag} is an option for {' and '.join(takers)} files; there are none among the inputs")
-
-
-def _check_target(target: Path, inputs: list[Path]) -> None:
-    """Refuse, before any work, an output that cannot be written or would destroy something. Raises ConfigError."""
-    if not target.parent.is_dir():
-        raise ConfigError(f"--out {path_text(target)}: no such directory {path_text(target.parent)}")
-    if target.exists() and not target.is_file():
-        raise ConfigError(f"--out {path_text(target)}: exists and is not a regular file")
-    if any(path.exists() and target.exists() and path.samefile(target) for path in inputs):
-        raise ConfigError(f"--out {path_text(target)}: is one of the inputs and would be overwritten")
-    if not os.access(target.parent, os.W_OK):
-        raise ConfigError(f"--out {path_text(target)}: directory {path_text(target.parent)} cannot be written to")
-
-
-def _encode_all(
-    encoder: "LocalEncoder",
-    inputs: list[tuple[Path, Modality]],
-    options: MediaOptions,
-    done: Encoded,
-    *,
-    quiet: bool,
-) -> None:
-    """Fill `done`, in the order of the inputs; an interrupted run, with what is done by then. Closes the encoder.
-
-    One bad file costs only itself.
-    """
-
-    def one(path: Path, modality: Modality) -> "Result":
-        try:
-            return encoder.encode(path.read_bytes(), modality, options.applying_to(modality))
-        except (MediaError, TowerFailed, OSError) as error:
-            return error
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with (
-        Progress(*columns, console=console, disable=quiet or not console.is_terminal) as progress,
-        # The next file is read and decoded while the tower works on this one.
-        ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="file") as threads,
-        # First of all that ends here: whoever interrupts does not wait for the files under way.
-        closing(encoder),
-    ):
-        task = progress.add_task("encoding", total=len(inputs))
-        results: list[Future[Result]] = []
-        try:
-            for path, modality in inputs:
-                results.append(threads.submit(one, path, modality))
-            for (path, _), result in zip(inputs, results, strict=True):
-                result.result()
-                progress.update(task, description=quoted(path_text(path)[-40:]), advance=1)
-        finally:
-            for (path, modality), result in zip(inputs, results, strict=False):
-                # What has not begun never begins.
-                if not result.cancel() and result.done():
-                    _add(done, path_text(path), modality, result.result())
-
-
-def _add(done: Encoded, name: str, modality: Modality, result: "Result") -> None:
-    if isinstance(result, Exception):
-        done.failures[name] = str(result)
-        return
-    done.metadata[name] = {
-        "key": result.key,
-        "modality": str(modality),
-        "rows": int(result.rows.shape[0]),
-        "width": int(result.rows.shape[1]),
-        "grid_thw": result.layout.grid_thw,
-        "timestamps_s": result.layout.timestamps_s,
-        "num_audio_rows": result.layout.num_audio_rows,
-        "warnings": result.warnings,
-    }
-    # Last: an interruption leaves no tensor without its metadata.
-    done.tensors[name] = result.rows
-
-
-def _write(target: Path, tensors: dict[str, "NDArray[np.float32]"], metadata: dict[str, str]) -> None:
-    """Write beside the target and move into place, so that an interrupted run leaves no half file under the name."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
-
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        save_file(tensors, partial, metadata=metadata)
-        mask = os.umask(0)
-        os.umask(mask)
-        # The library makes private files; this one is an ordinary result.
-        partial.chmod(0o666 & ~mask)
-        partial.replace(target)
-    except (OSError, SafetensorError) as error:
-        _tell(f"mimo encode: cannot write {path_text(target)}: {error}", style="red")
-        raise typer.Exit(1) from error
-    finally:
-        partial.unlink(missing_ok=True)

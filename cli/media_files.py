@@ -45,24 +45,35 @@ def modality_of(path: Path) -> Modality | None:
     return Modality(kind) if kind in set(Modality) else None
 
 
-def expand_paths(paths: Iterable[Path]) -> list[tuple[Path, Modality]]:
-    """Files as named; directories become the media files below them, sorted. Raises MediaFileError."""
+def media_files(paths: Iterable[Path], modality: Modality | None = None) -> list[tuple[Path, Modality]]:
+    """Those whose names tell what they are; all of them, as `modality`, where that is given."""
+    named = [(path, modality or modality_of(path)) for path in paths]
+    return [(path, kind) for path, kind in named if kind is not None]
+
+
+def expand_paths(
+    paths: Iterable[Path], *, modality: Modality | None = None, recursive: bool = True
+) -> list[tuple[Path, Modality]]:
+    """Files as named; directories become the media files in them, sorted, and those below where `recursive`.
+
+    All files are of `modality` where that is given, whatever their names. Raises MediaFileError.
+    """
     found: list[tuple[Path, Modality]] = []
     for path in paths:
         if path.is_dir():
-            inside = [(entry, modality_of(entry)) for entry in sorted(path.rglob("*")) if entry.is_file()]
-            media = [(entry, modality) for entry, modality in inside if modality is not None]
+            entries = path.rglob("*") if recursive else path.glob("*")
+            media = media_files((entry for entry in sorted(entries) if entry.is_file()), modality)
             if not media:
                 raise MediaFileError(f"{path_text(path)}: no image, video or audio files in this directory")
             found += media
         elif not path.is_file():
             raise MediaFileError(f"{path_text(path)}: no such file")
-        elif (modality := modality_of(path)) is None:
+        elif (kind := modality or modality_of(path)) is None:
             raise MediaFileError(
                 f"{path_text(path)}: cannot tell image, video or audio from this name; rename it, or use --modality"
             )
         else:
-            found.append((path, modality))
+            found.append((path, kind))
     return found
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from encoder.checkpoint import read_json_object
@@ -27,6 +28,18 @@ from preprocess.video.backends import load_video_backend
 
 # Nobody waits at the other end: a film may take as long as it takes.
 _MAX_ITEM_S: Final = 7 * 24 * 3600.0
+
+
+class LocalRows(NamedTuple):
+    """One medium, encoded, its rows as the tower makes them."""
+
+    layout: MediaLayout
+    content: memoryview
+    """C order, `[num_rows, width]` of `LocalEncoder.dtype`."""
+    checksum: int
+    """xxh3_64 of the content."""
+    warnings: tuple[str, ...]
+    """What of the medium was damaged or left out."""
 
 
 class LocalEmbedding(NamedTuple):
@@ -57,36 +70,62 @@ class LocalEncoder:
         load_video_backend(config.video_backend)
         self._fingerprint = checkpoint_fingerprint(model_dir)
         self._runner = TowerRunner.load(model_dir, config)
+        self._arithmetic = f"{config.device} {config.dtype} {config.tower_threads}"
         plant = _Plant(config, self._runner, self._processor)
         self._plant = plant
         # For those who forget to close it: a loop that is still at work when the interpreter ends complains.
         self._closing = weakref.finalize(self, plant.close)
 
-    def encode(self, content: bytes, modality: Modality, options: MediaOptions | None = None) -> LocalEmbedding:
-        """One medium's rows and what is known of them.
+    @property
+    def dtype(self) -> str:
+        """Of rows: float32 or bfloat16."""
+        return self._runner.dtype
 
-        Memory is the rows and a few parts, however long a video is. Raises MediaError for bad media, TowerFailed;
-        CancelledError of concurrent.futures when the encoder is closed meanwhile.
+    @property
+    def width(self) -> int:
+        """Values in a row."""
+        return self._runner.width
+
+    def key(self, content: bytes, modality: Modality, options: MediaOptions) -> MediaKey:
+        """Identity of the medium, as the encoder server names it.
+
+        Raises MediaUnsupported without a tower for it, MediaInvalid for an option past a ceiling of the model.
         """
-        options = options or MediaOptions()
         if modality not in self._runner.modalities:
             raise MediaUnsupported(f"this model has no tower for {modality}")
-        key = media_key(
+        return media_key(
             content,
             modality=modality,
             options=options,
             processor=self._processor,
             tower_fingerprint=self._fingerprint,
         )
+
+    def settings(self, modality: Modality, options: MediaOptions) -> str:
+        """32 hexadecimal digits of all but the content that decides about rows: options in force, model, arithmetic.
+
+        Options in other words that mean the same are the same here. Raises as `key` does.
+        """
+        nothing = self.key(b"", modality, options)
+        return xxhash.xxh3_128_hexdigest(f"{nothing} {self._arithmetic}".encode())
+
+    def encode(self, content: bytes, modality: Modality, options: MediaOptions | None = None) -> LocalEmbedding:
+        """One medium's rows, widened to float32, and what is known of them. Raises as `encode_key` does."""
+        options = options or MediaOptions()
+        key = self.key(content, modality, options)
+        made = self.encode_key(key, content, modality, options)
+        rows = _as_float32(made.content, self.dtype)
+        return LocalEmbedding(made.layout, rows.reshape(made.layout.num_rows, -1), key, made.warnings)
+
+    def encode_key(self, key: MediaKey, content: bytes, modality: Modality, options: MediaOptions) -> LocalRows:
+        """One medium's rows and what is known of them; `key` is its `key`.
+
+        Memory is the rows and a few parts, however long a video is. Raises MediaError for bad media, TowerFailed;
+        CancelledError of concurrent.futures when the encoder is closed meanwhile.
+        """
         passage = Passage(self._plant.works, content, modality=modality, options=options, key=key)
         arrival = self._plant.run(passage)
-        rows = _as_float32(arrival.place.content, self._runner.dtype)
-        return LocalEmbedding(
-            layout=arrival.layout,
-            rows=rows.reshape(arrival.layout.num_rows, -1),
-            key=key,
-            warnings=arrival.warnings,
-        )
+        return LocalRows(arrival.layout, arrival.place.destination, arrival.checksum, arrival.warnings)
 
     def close(self) -> None:
         """End the threads, and what they are at."""
@@ -189,7 +228,7 @@ class _Plant:
             await asyncio.gather(self._batches, return_exceptions=True)
 
 
-def _as_float32(buffer: bytearray, dtype: str) -> NDArray[np.float32]:
+def _as_float32(buffer: memoryview, dtype: str) -> NDArray[np.float32]:
     if dtype == "float32":
         return np.frombuffer(buffer, dtype=np.float32)
     bits = np.frombuffer(buffer, dtype=np.uint16).astype(np.uint32)

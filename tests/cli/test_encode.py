@@ -8,14 +8,14 @@ from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+import xxhash
 from safetensors import safe_open
 from typer.testing import CliRunner
 
 from cli.app import app
 from cli.load import ConfigError
-from encoder import LocalEmbedding
+from encoder import LocalRows
 from preprocess.types import MediaKey, MediaLayout, MediaOptions, Modality
 from tests.fakes.media_parts import damaged_clip
 
@@ -48,7 +48,9 @@ def test_names_of_any_bytes_and_warnings(tmp_path: Path) -> None:
     assert set(found) == {escaped, str(fine), str(hurt)}
     assert found[escaped]["warnings"] == found[str(fine)]["warnings"] == []
     (warning,) = found[str(hurt)]["warnings"]
-    lines = {entry["file"]: entry for entry in map(json.loads, done.stdout.splitlines())}
+    *lines_of_files, last = map(json.loads, done.stdout.splitlines())
+    assert last["summary"]["done"] == 3
+    lines = {entry["file"]: entry for entry in lines_of_files}
     assert set(lines) == {*found, bad_name}
     assert lines[str(hurt)]["warnings"] == [warning]
     assert lines[escaped]["out"] == f"{tmp_path}/out\\xff.safetensors"
@@ -78,14 +80,24 @@ class Interrupted:
         self._closed = threading.Event()
         self._ordering = threading.Lock()
 
-    def encode(self, content: bytes, modality: Modality, options: MediaOptions) -> LocalEmbedding:
+    dtype = "float32"
+    width = 4
+
+    def key(self, content: bytes, modality: Modality, options: MediaOptions) -> MediaKey:
+        return MediaKey(content.hex())
+
+    def settings(self, modality: Modality, options: MediaOptions) -> str:
+        return "settings"
+
+    def encode_key(self, key: MediaKey, content: bytes, modality: Modality, options: MediaOptions) -> LocalRows:
         with self._ordering:
             self.began.append(content)
             if len(self.began) == 3:
                 # Its thread is done with another file.
                 os.kill(os.getpid(), signal.SIGINT)
             elif content != self.stuck:
-                return LocalEmbedding(MediaLayout(modality), np.ones((2, 4), np.float32), MediaKey("k"), ())
+                rows = memoryview(bytes(2 * 4 * 4))
+                return LocalRows(MediaLayout(modality, grid_thw=(1, 2, 4)), rows, xxhash.xxh3_64_intdigest(rows), ())
         self._closed.wait()
         raise CancelledError
 
@@ -102,7 +114,7 @@ def test_an_interruption_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.
     for i in range(9):
         (tmp_path / f"{i}.png").write_bytes(b"%d" % i)
     out = tmp_path / "out.safetensors"
-    done = encode(tmp_path, "--out", out)
+    done = encode(tmp_path, "--out", out, "--concurrency", "2")
     assert done.exit_code == 130
     (line,) = done.stderr.splitlines()
     # Which of the two threads begins first is theirs to say, and the signal comes a little before or after a result.

@@ -1,0 +1,240 @@
+"""What `mimo encode` is to encode: files, directories, patterns, URLs and manifests, each input with its options."""
+
+import glob
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from cli.encode_volumes import METADATA
+from cli.load import ConfigError
+from cli.media_files import MediaFileError, expand_paths, media_files, modality_of, path_text
+from preprocess.errors import OptionInvalid
+from preprocess.types import OPTIONS_OF, Detail, MediaOptions, Modality
+
+_URL_SCHEMES: Final = ("http://", "https://", "data:")
+_MAX_PART_CHARS: Final = 180
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One medium to encode."""
+
+    location: str
+    """A path, or a URL."""
+    is_url: bool
+    modality: Modality | None
+    """None: the content says, since the name does not."""
+    options: MediaOptions
+    """Of the command and of the manifest's line, those for other modalities included."""
+    id: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The path or URL as given, as text: bytes of a path that are no UTF-8 become `\\xNN`."""
+        return shown(self.location) if self.is_url else path_text(Path(self.location))
+
+    @property
+    def name(self) -> str:
+        """Of its tensor."""
+        return self.id or self.label
+
+    @property
+    def place(self) -> str:
+        """Where its output lies below a directory, without the suffix: by the id, or as the input lies.
+
+        As with tar, a leading / is dropped, and so are leading .. parts.
+        """
+        if self.id is not None:
+            return self.id
+        if self.is_url:
+            return _place_of_url(self.location)
+        parts = os.path.normpath(self.location).split("/")
+        return "/".join(part for part in parts if part not in ("", ".."))
+
+
+class _Line(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One line of a manifest in JSON."""
+
+    path: str | None = None
+    url: str | None = None
+    id: str | None = None
+    modality: Modality | None = None
+    fps: float | None = None
+    max_frames: int | None = None
+    min_frames: int | None = None
+    num_frames: int | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    use_audio: bool | None = None
+    detail: Detail | None = None
+
+
+def find_inputs(
+    arguments: Sequence[str],
+    manifests: Sequence[str],
+    *,
+    modality: Modality | None,
+    options: MediaOptions,
+    recursive: bool,
+) -> list[Input]:
+    """All inputs in order, none twice. Raises ConfigError naming the argument or the line at fault."""
+    found: dict[Input, None] = {}
+    try:
+        for argument in arguments:
+            found.update(dict.fromkeys(_of_argument(argument, modality, options, recursive)))
+    except MediaFileError as error:
+        raise ConfigError(str(error)) from error
+    for manifest in manifests:
+        found.update(dict.fromkeys(_of_manifest(manifest, modality, options)))
+    if not found:
+        raise ConfigError("nothing to encode: name files, directories, patterns or URLs, or give --manifest FILE")
+    _check_options(options, {item.modality for item in found})
+    return list(found)
+
+
+def _of_argument(argument: str, modality: Modality | None, options: MediaOptions, recursive: bool) -> Iterator[Input]:
+    if _is_url(argument):
+        yield Input(argument, True, modality or _modality_of_url(argument), options)
+        return
+    path = Path(argument)
+    if glob.has_magic(argument) and not os.path.lexists(path):
+        matches = sorted(Path(match) for match in glob.iglob(argument, recursive=True))
+        files = media_files((match for match in matches if match.is_file()), modality)
+        if not files:
+            raise MediaFileError(f"{path_text(path)}: no image, video or audio file matches this pattern")
+    else:
+        files = expand_paths([path], modality=modality, recursive=recursive)
+    for file, kind in files:
+        yield Input(str(file), False, kind, options)
+
+
+def _of_manifest(manifest: str, modality: Modality | None, options: MediaOptions) -> Iterator[Input]:
+    named = "standard input" if manifest == "-" else path_text(Path(manifest))
+    for number, text in _lines(manifest, named):
+        try:
+            yield _of_line(text, modality, options)
+        except (ValueError, msgspec.MsgspecError) as error:
+            # OptionInvalid is a ValueError, and so is the error of a line that is no JSON.
+            raise ConfigError(f"{named}, line {number}: {error}") from error
+
+
+def _lines(manifest: str, named: str) -> Iterator[tuple[int, str]]:
+    """Lines that are not blank, by their numbers from 1. A file name is any bytes, and so is a line."""
+    try:
+        with open(0 if manifest == "-" else manifest, "rb", closefd=manifest != "-") as file:
+            for number, line in enumerate(file, 1):
+                text = os.fsdecode(line.rstrip(b"\r\n"))
+                if text.strip():
+                    yield number, text
+    except OSError as error:
+        raise ConfigError(f"--manifest {named}: {error.strerror}") from error
+
+
+def _of_line(text: str, modality: Modality | None, options: MediaOptions) -> Input:
+    """Raises ValueError or MsgspecError saying what is wrong with it."""
+    line = _Line(path=text) if not text.lstrip().startswith("{") else msgspec.json.decode(os.fsencode(text), type=_Line)
+    if (line.path is None) == (line.url is None):
+        raise ValueError("give one of path and url")
+    location = line.path or line.url or ""
+    is_url = line.url is not None or (line.path is not None and _is_url(location))
+    if is_url and not _is_url(location):
+        raise ValueError(f"url is {location!r}, which does not begin with http:, https: or data:")
+    if not location or "\0" in location:
+        raise ValueError("the path is empty" if not location else "the path has a zero byte")
+    guessed = _modality_of_url(location) if is_url else modality_of(Path(location))
+    kind = line.modality or modality or guessed
+    own = {field: getattr(line, field) for field in MediaOptions.__struct_fields__}
+    own = {field: value for field, value in own.items() if value is not None}
+    if own and kind is None:
+        raise ValueError(f"{', '.join(own)} of what: the name does not say; give modality as well")
+    for field in own:
+        if kind is not None and field not in OPTIONS_OF[kind]:
+            raise OptionInvalid(field, f"{field} does not apply to {kind}")
+    common = options if kind is None else options.applying_to(kind)
+    merged = MediaOptions(**{field: getattr(common, field) for field in common.given()} | own) if own else common
+    return Input(location, is_url, kind, merged, None if line.id is None else _checked_id(line.id))
+
+
+def _checked_id(text: str) -> str:
+    """An id names a tensor and a file below the output directory."""
+    parts = text.split("/")
+    if any(part in ("", ".", "..") for part in parts) or "\0" in text or text == METADATA:
+        raise ValueError(f"id is {text!r}; allowed: names, with / between them, none of them . or .. or {METADATA}")
+    return text
+
+
+def shown(text: str) -> str:
+    """A line of a file or an argument, any bytes, as text: what is no UTF-8 becomes `\\xNN`."""
+    return os.fsencode(text).decode("utf-8", "backslashreplace")
+
+
+def _is_url(text: str) -> bool:
+    return text[:8].lower().startswith(_URL_SCHEMES)
+
+
+def _modality_of_url(url: str) -> Modality | None:
+    if url[:5].lower() == "data:":
+        kind = url[5:100].partition("/")[0].lower()
+        return Modality(kind) if kind in set(Modality) else None
+    return modality_of(Path(urlsplit(url).path))
+
+
+def _place_of_url(url: str) -> str:
+    digest = hashlib.sha256(url.encode("utf-8", "surrogateescape")).hexdigest()[:12]
+    if url[:5].lower() == "data:":
+        return f"data/{digest}"
+    split = urlsplit(url)
+    parts = [split.netloc, *(part for part in split.path.split("/") if part not in ("", ".", ".."))]
+    if split.query or len(parts) == 1 or any(len(part) > _MAX_PART_CHARS for part in parts):
+        # What the path leaves open, the digest tells apart.
+        parts = [part[:_MAX_PART_CHARS] for part in parts]
+        parts[-1] += f"-{digest}"
+    return "/".join(parts)
+
+
+def _check_options(options: MediaOptions, modalities: set[Modality | None]) -> None:
+    """Refuse an option that would do nothing. Raises ConfigError."""
+    if None in modalities:
+        return
+    for field_name in options.given():
+        takers = [modality for modality in Modality if field_name in OPTIONS_OF[modality]]
+        if modalities.isdisjoint(takers):
+            flag = f"--{field_name.replace('_', '-')}"
+            raise ConfigError(f"{flag} is an option for {' and '.join(takers)} files; there are none among the inputs")
+
+
+def check_names(inputs: Iterable[Input]) -> None:
+    """Refuse two inputs that would be one tensor. Raises ConfigError."""
+    seen: dict[str, Input] = {}
+    for item in inputs:
+        other = seen.setdefault(item.name, item)
+        if other is not item:
+            raise ConfigError(
+                f"2 files would be named {item.name} in the output: {other.label} and {item.label}; rename one, leave "
+                "it out, or give them ids in a manifest"
+            )
+
+
+def check_places(inputs: Iterable[Input], suffix: str) -> None:
+    """Refuse two inputs that would be one output file, or one a directory of the other. Raises ConfigError."""
+    seen: dict[str, Input] = {}
+    for item in inputs:
+        other = seen.setdefault(item.place + suffix, item)
+        if other is not item:
+            raise ConfigError(
+                f"{other.label} and {item.label} would both be written to {path_text(Path(item.place + suffix))}; "
+                "rename one, leave it out, or give them ids in a manifest"
+            )
+    for item in inputs:
+        for parent in Path(item.place).parents:
+            if str(parent) in seen:
+                raise ConfigError(
+                    f"{path_text(parent)} would be the output of {seen[str(parent)].label} and a directory for that of "
+                    f"{item.label}; rename one, leave it out, or give them ids in a manifest"
+                )
