@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
-from encoder.errors import EncodeCancelled, EncoderError, EncoderUnavailable
+from encoder.errors import EncoderError, EncoderUnavailable
 from encoder.sglang.bootstrap import Bootstrap
 from encoder.sglang.config import SglangConfig
-from encoder.sglang.errors import BadRequest, DialectError, ReceiverUnreachable, TimedOut, dialect_error
+from encoder.sglang.errors import BadRequest, CallerGone, DialectError, ReceiverUnreachable, TimedOut, dialect_error
 from encoder.sglang.message import Desk, Encoded, Hold, Writer
 from encoder.sglang.post import Post
 from encoder.sglang.receivers import Part, Receivers
@@ -115,7 +115,7 @@ class SglangDialect:
             logger.info("part %s failed with %d: %s", call.part.req_id, refusal.status, refusal.message)
             raise refusal from error
         except asyncio.CancelledError:
-            self._receivers.close(part, dialect_error(EncodeCancelled("the request was given up")))
+            self._receivers.close(part, CallerGone("the request was given up"))
             raise
         except BaseException:
             self._receivers.close(part, DialectError("internal error of the encoder"))
@@ -191,6 +191,9 @@ class SglangDialect:
 
     def _tell(self, part: Part, endpoint: str, error: DialectError) -> None:
         """Push the news of a failure, behind everyone's back."""
+        if not part.is_shared and isinstance(error, CallerGone):
+            # Its socket was of this one call, and has gone with the caller.
+            return
         frame = self._writer.failure(part.id, error)
 
         async def tell() -> None:

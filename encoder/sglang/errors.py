@@ -68,6 +68,12 @@ class ReceiverUnreachable(DialectError):
     status = int(HTTPStatus.GATEWAY_TIMEOUT)
 
 
+class CallerGone(DialectError):
+    """The call of a part was broken off. What others use 499 for, which is not in the enumeration."""
+
+    status = int(HTTPStatus.BAD_REQUEST)
+
+
 class NotServed(DialectError):
     """A part of the protocol that this encoder does not speak."""
 
