@@ -193,6 +193,7 @@ class _Conversation:
 
     def _connect(self, address: str) -> _Encoder:
         socket = self._context.socket(zmq.DEALER)
+        monitor = socket.get_monitor_socket(_CONNECTED | _BROKEN)
         try:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -200,10 +201,9 @@ class _Conversation:
             socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
             socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
-            monitor = socket.get_monitor_socket(_CONNECTED | _BROKEN)
             socket.connect(address)
         except zmq.ZMQError:
-            socket.close(0)
+            _close(socket, monitor)
             raise
         return _Encoder(address, socket, monitor)
 
@@ -272,11 +272,15 @@ class _Conversation:
     def _drop(self, encoder: _Encoder, reason: str) -> None:
         """Close the connection and end what was asked over it; the next question opens another."""
         del self._encoders[encoder.address]
-        encoder.socket.disable_monitor()
-        encoder.socket.close(0)
-        encoder.monitor.close(0)
+        _close(encoder.socket, encoder.monitor)
         questions = [question for question in encoder.asked.values() if not question.is_cancelled]
         if questions:
             logger.warning("the encoder at %s %s; %d embeddings are lost", encoder.address, reason, len(questions))
         for question in questions:
             question.deliver(EmbeddingLost(f"the encoder at {encoder.address} {reason}"))
+
+
+def _close(socket: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]") -> None:
+    socket.disable_monitor()
+    socket.close(0)
+    monitor.close(0)
