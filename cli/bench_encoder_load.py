@@ -79,7 +79,8 @@ class _Datum(msgspec.Struct):
     embedding: str
     """base64 of the rows."""
     dtype: str
-    shape: tuple[int, int]
+    rows: int
+    width: int
     cached: bool
 
 
@@ -105,9 +106,12 @@ async def _ask(session: aiohttp.ClientSession, server: str, url: str) -> _Answer
         raise BenchFailed(f"no answer from {server}: {error or type(error).__name__}") from error
     if response.status != 200:
         raise BenchFailed(f"{server} answered {response.status}: {content[:300].decode(errors='replace')}")
-    return _ANSWERS.decode(content)
+    try:
+        return _ANSWERS.decode(content)
+    except msgspec.DecodeError as error:
+        raise BenchFailed(f"{server}: this is not what a server of embeddings answers: {error}") from error
 
 
 def _rows(answer: _Answer) -> NDArray[Any]:
     datum = answer.data[0]
-    return np.frombuffer(base64.b64decode(datum.embedding), dtype=datum.dtype).reshape(datum.shape)
+    return np.frombuffer(base64.b64decode(datum.embedding), dtype=datum.dtype).reshape(datum.rows, datum.width)

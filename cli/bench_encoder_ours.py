@@ -1,5 +1,6 @@
 """The encoder deployment as users start it, for the benches: `mimo serve --role encoder` in a process of its own."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -31,8 +32,10 @@ def encoder_deployment(model: str, *, num_replicas: int, decode_threads: int, to
         *("--encoders", str(num_replicas), "--allow-private-addresses"),
         *("--set", f"encoder.tower_threads={tower_threads}", "--set", f"encoder.decode_threads={decode_threads}"),
     ]
+    # Only what stands above decides what is measured.
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("MIMO_")}
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
         try:
             url = f"http://127.0.0.1:{port}"
             if not _becomes_ready(process, url):

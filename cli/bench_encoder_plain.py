@@ -1,5 +1,5 @@
 """Encoding as plain servers do it: one request after another, each fetched, decoded, processed and sent through the
-tower by itself, with Pillow, numpy and all threads for one forward. No batch, no cache.
+tower by itself, with Pillow, numpy and, where that is faster, all threads for one forward. No batch, no cache.
 
 Behind the same kind of HTTP server as ours, with the same request and the same reply.
 """
@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import aiohttp
@@ -18,11 +19,16 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
+from cli.bench_case import Stopwatch
 from cli.bench_plain import picture_patches
 from cli.bench_server import Announce, Serve
 from encoder.checkpoint import read_json_object
 from preprocess.config import ProcessorConfig
-from preprocess.types import PATCH_SIZE, MediaOptions
+from preprocess.types import PATCH_SIZE, TEMPORAL_PATCH_SIZE, MediaOptions
+
+# Patches along a side of the picture that it is tried with.
+_TRIED_SIDE = 24
+_NUM_TRIES = 5
 
 
 def plain_server(model_dir: Path, *, num_threads: int) -> Serve:
@@ -63,7 +69,8 @@ def _reply(rows: NDArray[Any]) -> dict[str, Any]:
                 "index": 0,
                 "embedding": base64.b64encode(rows.tobytes()).decode(),
                 "dtype": str(rows.dtype),
-                "shape": list(rows.shape),
+                "rows": rows.shape[0],
+                "width": rows.shape[1],
                 "cached": False,
             }
         ],
@@ -83,23 +90,34 @@ class PlainEncoder:
     """One picture at a time, all of it on the calling thread and torch's."""
 
     def __init__(self, model_dir: Path, *, num_threads: int) -> None:
-        """Loads the tower. Raises CheckpointError."""
+        """Loads the tower and finds out whether its forward is faster with that many threads or with one.
+
+        It is asked on the calling thread. Raises CheckpointError.
+        """
         import torch
 
         from encoder import load_towers
 
-        self.use_threads(num_threads)
         tower = load_towers(model_dir, torch.float32, "cpu").vision
         if tower is None:
             raise ValueError(f"{model_dir} has no vision tower")
         self._tower = tower
         self._config = ProcessorConfig.from_hf(read_json_object(model_dir / "config.json"))
+        self.num_threads = min({1, num_threads}, key=self._forward_s)
+        torch.set_num_threads(self.num_threads)
 
-    def use_threads(self, num_threads: int) -> None:
-        """For forwards of the calling thread."""
+    def _forward_s(self, num_threads: int) -> float:
         import torch
 
         torch.set_num_threads(num_threads)
+        side = _TRIED_SIDE
+        prepared = Prepared(np.zeros((side * side, 3 * TEMPORAL_PATCH_SIZE * PATCH_SIZE**2), np.float32), side, side)
+        times_s = []
+        for _ in range(_NUM_TRIES):
+            with Stopwatch() as watch:
+                self.forward(prepared)
+            times_s.append(watch.elapsed_s)
+        return median(times_s)
 
     def encode(self, content: bytes) -> NDArray[np.float32]:
         """[rows, width]"""
