@@ -20,7 +20,7 @@ def greet_encoder(config: EncoderDeployment, address: str, console: Console) -> 
     key = " -H 'Authorization: Bearer KEY'" if config.front.api_keys else ""
     lines = [f"curl -s http://{address}/v1/encode{key} -F image=@samples/picture.png"]
     if config.encoders[0].dtype == "float32":
-        lines[0] += f' |\\n    python3 -c "{_ONE_LINER}"'
+        lines[0] += f' | \\\n    python3 -c "{_ONE_LINER}"'
     if config.sglang.enabled:
         lines.append(f"python3 -m sglang.launch_server ... --language-only --encoder-urls http://{address}")
     for line in lines:
