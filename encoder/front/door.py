@@ -84,8 +84,11 @@ class Door:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening and end probes; waits for the thread. Connections handed over are not touched."""
-        self._loop.call_soon_threadsafe(self._stop)
+        """Stop listening and end probes; waits for the thread. Connections handed over are not touched. May be called
+        again."""
+        with contextlib.suppress(RuntimeError):
+            # The loop is closed: the thread has ended.
+            self._loop.call_soon_threadsafe(self._stop)
         self._thread.join()
         self._listener.close()
 
