@@ -16,6 +16,7 @@ import aiohttp
 import typer
 from rich.console import Console
 
+from cli.arena import arena_name, host_arena
 from cli.greet import greet_encoder
 from cli.load import BUILTIN_MODELS, MODES, ConfigError, ServeConfig, as_json
 from cli.load_role import EncoderDeployment, given_role, load_any
@@ -146,15 +147,15 @@ def build_stages(config: ServeConfig) -> list[Stage]:
 
 
 def encoder_stages(config: ServeConfig | EncoderDeployment, addresses: Sequence[str]) -> list[EncoderStage]:
-    """The encoder processes of a deployment."""
-    arena_prefix = config.runtime_dir.name
+    """The encoder processes of a deployment; they share the arena that `host_arena` makes."""
     return [
         EncoderStage(
             config=settings,
             model_dir=config.model_dir,
             name=f"encoder-{i}",
             address=addresses[i],
-            arena=f"{arena_prefix}-encoder-{i}",
+            arena=arena_name(config.runtime_dir),
+            arena_is_shared=True,
         )
         for i, settings in enumerate(config.encoders)
     ]
@@ -192,27 +193,28 @@ async def _serve_processes(
     *,
     announce: Callable[[], Coroutine[Any, Any, None]],
 ) -> None:
-    supervisor = Supervisor(stages, runtime_dir=config.runtime_dir, config=config.supervisor, on_event=show_event)
-    await supervisor.start()
-    waits: list[asyncio.Task[Any]] = [
-        asyncio.create_task(stop.wait()),
-        asyncio.create_task(supervisor.failed()),
-        asyncio.create_task(announce()),
-    ]
-    try:
-        stopped, failed, announced = waits
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        if announced.done():
-            announced.result()
-            await asyncio.wait([stopped, failed], return_when=asyncio.FIRST_COMPLETED)
-        if failed.done():
-            failed.result()
-        console.print("stopping: finishing what is in flight")
-    finally:
-        for task in waits:
-            task.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
-        await supervisor.stop()
+    with host_arena(config.encoders, config.runtime_dir):
+        supervisor = Supervisor(stages, runtime_dir=config.runtime_dir, config=config.supervisor, on_event=show_event)
+        await supervisor.start()
+        waits: list[asyncio.Task[Any]] = [
+            asyncio.create_task(stop.wait()),
+            asyncio.create_task(supervisor.failed()),
+            asyncio.create_task(announce()),
+        ]
+        try:
+            stopped, failed, announced = waits
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if announced.done():
+                announced.result()
+                await asyncio.wait([stopped, failed], return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                failed.result()
+            console.print("stopping: finishing what is in flight")
+        finally:
+            for task in waits:
+                task.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+            await supervisor.stop()
 
 
 def show_event(event: StageEvent) -> None:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from cli.arena import host_arena
 from cli.load import ServeConfig
 from cli.preflight import check_deployment
 from cli.serve import build_stages, reach, show_event, until_ready
@@ -24,23 +25,24 @@ async def service(config: ServeConfig) -> AsyncIterator[str]:
         async with unified_server(config) as port:
             yield f"http://{config.gateway.host}:{port}"
         return
-    supervisor = Supervisor(
-        build_stages(config), runtime_dir=config.runtime_dir, config=config.supervisor, on_event=show_event
-    )
-    await supervisor.start()
-    block = asyncio.current_task()
-    assert block is not None
-    watch = asyncio.create_task(supervisor.failed())
-    watch.add_done_callback(lambda watch: watch.cancelled() or block.cancel())
-    try:
-        await until_ready(config)
-        yield f"http://{reach(config)}"
-    except asyncio.CancelledError:
-        if watch.done() and not watch.cancelled() and (failure := watch.exception()) is not None:
-            block.uncancel()
-            raise failure from None
-        raise
-    finally:
-        watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)
-        await supervisor.stop()
+    with host_arena(config.encoders, config.runtime_dir):
+        supervisor = Supervisor(
+            build_stages(config), runtime_dir=config.runtime_dir, config=config.supervisor, on_event=show_event
+        )
+        await supervisor.start()
+        block = asyncio.current_task()
+        assert block is not None
+        watch = asyncio.create_task(supervisor.failed())
+        watch.add_done_callback(lambda watch: watch.cancelled() or block.cancel())
+        try:
+            await until_ready(config)
+            yield f"http://{reach(config)}"
+        except asyncio.CancelledError:
+            if watch.done() and not watch.cancelled() and (failure := watch.exception()) is not None:
+                block.uncancel()
+                raise failure from None
+            raise
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+            await supervisor.stop()

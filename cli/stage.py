@@ -25,13 +25,18 @@ EXIT_USAGE = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderStage:
-    """An encoder process: its knobs, the model it loads and the address it binds. `arena` names its shared memory."""
+    """An encoder process: its knobs, the model it loads and the address it binds.
+
+    `arena` names its shared memory: the one the deployment made for all its encoders or, where it is not shared, the
+    beginning of the name of one that the process makes for itself.
+    """
 
     config: EncoderConfig
     model_dir: Path
     name: str
     address: str
     arena: str
+    arena_is_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +128,12 @@ def run(stage: Stage) -> None:
             from encoder import run_encoder
 
             run_encoder(
-                stage.config, model_dir=stage.model_dir, name=stage.name, address=stage.address, arena=stage.arena
+                stage.config,
+                model_dir=stage.model_dir,
+                name=stage.name,
+                address=stage.address,
+                arena=stage.arena,
+                shared=stage.arena_is_shared,
             )
         case WorkerStage():
             from epd import run_worker

@@ -6,6 +6,7 @@ from contextlib import ExitStack, asynccontextmanager
 
 import torch
 
+from cli.arena import arena_name, host_arena
 from cli.load import ConfigError, ServeConfig
 from encoder import MemoryLink, open_server
 from encoder.client import EncoderClient
@@ -20,15 +21,16 @@ async def unified_server(config: ServeConfig) -> AsyncIterator[int]:
     (engine_config,) = config.prefill
     torch.set_num_threads(engine_config.threads)
     network = MemoryNetwork()
-    arena = f"{config.runtime_dir.name}-encoder"
+    arena = arena_name(config.runtime_dir)
     with ExitStack() as stack:
         try:
             renderer = Renderer.load(config.model_dir)
             engine = await asyncio.to_thread(EngineThread, engine_config, network.endpoint(config.gateway.prefill[0]))
+            stack.enter_context(host_arena(config.encoders, config.runtime_dir))
             # One, or none for a model of text alone.
             encoders = [
                 stack.enter_context(
-                    open_server(settings, model_dir=config.model_dir, name=f"encoder-{i}", arena=f"{arena}-{i}")
+                    open_server(settings, model_dir=config.model_dir, name=f"encoder-{i}", arena=arena, shared=True)
                 )
                 for i, settings in enumerate(config.encoders)
             ]

@@ -6,6 +6,7 @@ Importing this package loads no torch; the gateway depends on that. The names be
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from encoder.cache.host import embedding_arena
     from encoder.front.config import FrontConfig
     from encoder.front.process import run_front
     from encoder.inventory import (
@@ -35,6 +36,7 @@ __all__ = [
     "TensorSpec",
     "audio_encoder_tensors",
     "audio_tokenizer_tensors",
+    "embedding_arena",
     "load_towers",
     "open_server",
     "run_encoder",
@@ -55,6 +57,7 @@ _HOMES = {
     "TensorSpec": "encoder.inventory",
     "audio_encoder_tensors": "encoder.inventory",
     "audio_tokenizer_tensors": "encoder.inventory",
+    "embedding_arena": "encoder.cache.host",
     "load_towers": "encoder.towers.weights",
     "open_server": "encoder.process",
     "run_encoder": "encoder.process",

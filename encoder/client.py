@@ -88,10 +88,13 @@ class _ReplicaState:
                 future.set_exception(ReplicaLost(f"encoder {self.link.name} {reason}"))
         self._on_change()
 
-    def release(self, lease_ids: tuple[str, ...]) -> None:
-        """End leases. With the replica gone its leases are, too."""
-        with contextlib.suppress(LinkDown):
+    def release(self, lease_ids: tuple[str, ...]) -> bool:
+        """End leases; False when the replica cannot be told."""
+        try:
             self.link.send(ReleaseLeases(lease_ids=lease_ids))
+        except LinkDown:
+            return False
+        return True
 
     async def follow(self) -> None:
         """Take in messages until cancelled."""
@@ -230,11 +233,10 @@ class EncoderClient:
         return reply, tensors[0]
 
     def release(self, ref: EmbeddingRef) -> None:
-        """End the lease of a reference; harmless when it has ended."""
-        incarnation = ref.lease_id.partition(":")[0]
+        """End the lease of a reference, through any replica that shares its arena; harmless when it has ended."""
         for replica in self._replicas.values():
-            if replica.info is not None and replica.info.incarnation == incarnation:
-                replica.release((ref.lease_id,))
+            if replica.info is not None and replica.info.arena == ref.arena and replica.release((ref.lease_id,)):
+                return
 
     async def _encode(
         self,

@@ -15,8 +15,8 @@ from pathlib import Path
 import uvloop
 import zmq.asyncio
 
-from encoder.cache.arena import SHM_DIR, Arena
-from encoder.cache.index import CacheIndex
+from encoder.cache.host import private_arena
+from encoder.cache.index import RowFormat
 from encoder.cache.store import EmbeddingStore
 from encoder.checkpoint import read_json_object
 from encoder.config import EncoderConfig
@@ -40,30 +40,30 @@ _REFUSALS = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError,
 
 
 @contextmanager
-def open_server(config: EncoderConfig, *, model_dir: Path, name: str, arena: str) -> Iterator[EncoderServer]:
+def open_server(
+    config: EncoderConfig, *, model_dir: Path, name: str, arena: str, shared: bool = False
+) -> Iterator[EncoderServer]:
     """An encoder server with everything it needs; the caller starts and stops it on its loop.
 
-    The arena's name gets the incarnation as a suffix, so that a reader never takes a new process's segment for the old
-    one; segments that dead processes left under `arena` are removed. Raises CheckpointError, ArenaUnavailable,
-    DecoderUnavailable where decoders cannot be isolated in processes, BackendUnavailable, TierFailed.
+    With `shared`, `arena` is one that somebody made for all encoders of this host (see `encoder.cache.host`) and will
+    unlink; otherwise the server makes one for itself whose name begins with `arena`. Raises CheckpointError,
+    ArenaUnavailable, DecoderUnavailable where decoders cannot be isolated in processes, BackendUnavailable, TierFailed.
     """
     incarnation = uuid.uuid4().hex[:12]
     processor = ProcessorConfig.from_hf(read_json_object(model_dir / "config.json"))
     processor = replace(processor, video_backend=config.video_backend)
     load_video_backend(config.video_backend)
     replica = Replica(name=name, incarnation=incarnation, fingerprint=checkpoint_fingerprint(model_dir))
-    for stale in SHM_DIR.glob(f"{arena}.*"):
-        stale.unlink(missing_ok=True)
     with contextlib.ExitStack() as stack:
         # First: its processes, if there are any, start while the towers are loaded.
         pool = DecodePool(config.decode_settings)
         stack.callback(pool.close)
         runner = TowerRunner.load(model_dir, config)
         stack.callback(runner.close)
-        segment = Arena(f"{arena}.{incarnation}", size_bytes=config.arena_bytes, page_bytes=config.page_bytes)
-        store = EmbeddingStore(
-            segment, CacheIndex(incarnation), width=runner.width, dtype=runner.dtype, row_bytes=runner.row_bytes
-        )
+        if not shared:
+            arena = stack.enter_context(private_arena(config, arena, incarnation))
+        rows = RowFormat(runner.width, runner.dtype, runner.row_bytes)
+        store = EmbeddingStore(arena, holder=incarnation, rows=rows)
         stack.callback(store.close)
         yield EncoderServer(
             config,
@@ -114,8 +114,10 @@ async def serve(server: EncoderServer, address: str, stop: asyncio.Event) -> Non
         context.destroy(linger=200)
 
 
-def run_encoder(config: EncoderConfig, *, model_dir: Path, name: str, address: str, arena: str) -> None:
-    """Run a replica in this process until SIGTERM.
+def run_encoder(
+    config: EncoderConfig, *, model_dir: Path, name: str, address: str, arena: str, shared: bool = False
+) -> None:
+    """Run a replica in this process until SIGTERM; `arena` and `shared` as for `open_server`.
 
     What keeps it from starting ends it with one line in the log: exit code 2 for settings or a checkpoint that cannot
     work, where starting again is no use, and 1 for a host without enough shared memory.
@@ -128,7 +130,8 @@ def run_encoder(config: EncoderConfig, *, model_dir: Path, name: str, address: s
         loop.add_signal_handler(signal.SIGTERM, stop.set)
         with contextlib.ExitStack() as stack:
             try:
-                server = stack.enter_context(open_server(config, model_dir=model_dir, name=name, arena=arena))
+                opened = open_server(config, model_dir=model_dir, name=name, arena=arena, shared=shared)
+                server = stack.enter_context(opened)
             except (*_REFUSALS, ArenaUnavailable) as error:
                 logger.error("encoder %s cannot start: %s", name, " ".join(str(error).split()))
                 sys.exit(1 if isinstance(error, ArenaUnavailable) else _EXIT_REFUSED)

@@ -15,15 +15,16 @@ function that sends the reply.
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from encoder.cache.room import RoomQueue
-from encoder.cache.store import EmbeddingStore, Reservation
+from encoder.cache.store import EmbeddingStore, Entry, Reservation, StoreUsage
 from encoder.config import EncoderConfig
 from encoder.errors import (
     DuplicateRequest,
@@ -32,22 +33,21 @@ from encoder.errors import (
     EncoderBusy,
     EncoderError,
     EncoderUnavailable,
-    KeyMismatch,
-    WireError,
 )
 from encoder.failures import failure_of
-from encoder.passage import Passage, Works
+from encoder.flight import Flight, Reply, Waiter, verified_content
+from encoder.passage import Arrival, Passage, Works
 from encoder.rows import frame_of, rows_of
 from encoder.runner import TowerRunner
 from encoder.tiers.second import SecondTier
 from encoder.tower_queue import TowerQueue
 from encoder.types import (
     CancelEncode,
+    EmbeddingRef,
     EncodeReply,
     EncodeRequest,
     EncoderInfo,
     FetchRows,
-    FromEncoder,
     Ping,
     ReleaseLeases,
     StageTimings,
@@ -55,14 +55,12 @@ from encoder.types import (
 )
 from encoder.wire import TensorFrame
 from preprocess.config import ProcessorConfig
-from preprocess.errors import MediaError, MediaUnsupported
-from preprocess.keys import media_key
+from preprocess.errors import MediaError
 from preprocess.pool import DecodePool
 from preprocess.types import MediaKey
 
 logger = logging.getLogger(__name__)
 
-Reply = Callable[[FromEncoder, Sequence[TensorFrame]], None]
 HOUSEKEEPING_PERIOD_S = 1.0
 PERIODS_PER_CHECK = 30  # an idle server checks its books
 _STORE_DRAIN_S = 2.0
@@ -75,29 +73,6 @@ class Replica:
     name: str
     incarnation: str
     fingerprint: str
-
-
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    """One admitted request. It leaves `EncoderServer._waiters` when its single reply is sent."""
-
-    request: EncodeRequest
-    peer: str
-    reply: Reply
-    admitted_s: float
-    timer: asyncio.TimerHandle | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """The one computation of a key that is not cached, and everyone who waits for it."""
-
-    key: MediaKey
-    passage: Passage[Reservation]
-    waiters: list[_Waiter] = field(default_factory=list)
-    is_recalled: bool = False
-    """The second tier had it."""
-    task: "asyncio.Task[None] | None" = None
 
 
 class EncoderServer:
@@ -120,6 +95,7 @@ class EncoderServer:
         self._replica = replica
         self._runner = runner
         self._store = store
+        self._usage = (store.usage(), len(store))
         self._room = RoomQueue(store, wait_s=config.arena_wait_s, clock=clock)
         self._pool = pool
         self._processor = processor
@@ -135,8 +111,8 @@ class EncoderServer:
             clock=clock,
         )
         self._second = second
-        self._waiters: dict[tuple[str, str], _Waiter] = {}
-        self._flights: dict[MediaKey, _Flight] = {}
+        self._waiters: dict[tuple[str, str], Waiter] = {}
+        self._flights: dict[MediaKey, Flight] = {}
         self._flying: set[asyncio.Task[None]] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
@@ -164,7 +140,8 @@ class EncoderServer:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._store.check()
+        with contextlib.suppress(EncoderBusy):
+            self._store.check()
 
     @property
     def tasks(self) -> tuple["asyncio.Task[None]", ...]:
@@ -191,7 +168,7 @@ class EncoderServer:
 
     def info(self, sequence: int = 0) -> EncoderInfo:
         """Identity, load and counters."""
-        usage = self._store.usage()
+        usage, num_cached = self._usage_now()
         busy_s = self._tower.busy_s
         return EncoderInfo(
             sequence=sequence,
@@ -202,7 +179,7 @@ class EncoderServer:
             dtype=self._runner.dtype,
             modalities=self._runner.modalities,
             num_pending=len(self._waiters),
-            num_cached=len(self._store),
+            num_cached=num_cached,
             cached_bytes=usage.evictable_bytes + usage.leased_bytes,
             capacity_bytes=usage.capacity_bytes,
             leased_bytes=usage.leased_bytes,
@@ -211,8 +188,15 @@ class EncoderServer:
             tower_busy_s=busy_s,
             wedged=busy_s > self._config.wedged_after_s,
             page_bytes=self._config.page_bytes,
+            arena=self._store.arena,
             video_backend=self._processor.video_backend,
         )
+
+    def _usage_now(self) -> tuple[StoreUsage, int]:
+        """Bytes and embeddings; the last known ones while another process keeps the arena locked."""
+        with contextlib.suppress(EncoderBusy):
+            self._usage = (self._store.usage(), len(self._store))
+        return self._usage
 
     def _all_counters(self) -> dict[str, float]:
         tower = self._tower
@@ -231,20 +215,33 @@ class EncoderServer:
 
     def _receive(self, request: EncodeRequest, tensors: Sequence[TensorFrame], reply: Reply, peer: str) -> None:
         self._counters["requests"] += 1
-        waiter = _Waiter(request, peer, reply, self._clock())
+        waiter = Waiter(request, peer, reply, self._clock())
         try:
             if (peer, request.request_id) in self._waiters:
                 raise DuplicateRequest(f"request {request.request_id} is already in flight")
-            if self._store.lookup(request.key) is not None:
-                self._counters["hits"] += 1
-                self._answer(waiter, cached=True, timings=StageTimings())
+            if self._answer_cached(waiter):
                 return
             self._admit(waiter, tensors)
         except (EncoderError, MediaError) as error:
             self._counters["refused"] += 1
             reply(failure_of(request.request_id, error), ())
 
-    def _admit(self, waiter: _Waiter, tensors: Sequence[TensorFrame]) -> None:
+    def _answer_cached(self, waiter: Waiter) -> bool:
+        """Reply at once if the key is published, by whichever encoder of this host; False if it is not."""
+        entry = self._store.lookup(waiter.request.key)
+        if entry is None:
+            return False
+        try:
+            ref = self._lease(waiter)
+        except KeyError:
+            # Another process needed the room just now.
+            return False
+        self._counters["hits"] += 1
+        self._store.count(hits=1)
+        self._answer(waiter, entry, ref, cached=True, timings=StageTimings())
+        return True
+
+    def _admit(self, waiter: Waiter, tensors: Sequence[TensorFrame]) -> None:
         """Join or open a flight. Raises the EncoderError or MediaError with which the request is refused."""
         request = waiter.request
         if self._draining:
@@ -256,9 +253,17 @@ class EncoderServer:
             raise EncoderBusy(limit, retry_after_s=self._config.retry_after_s)
         flight = self._flights.get(request.key)
         if flight is None:
-            content = self._verified_content(request, tensors)
+            content = verified_content(
+                request,
+                tensors,
+                config=self._config,
+                modalities=self._runner.modalities,
+                processor=self._processor,
+                fingerprint=self._replica.fingerprint,
+                waiting_bytes=sum(flight.passage.content_bytes for flight in self._flights.values()),
+            )
             passage = Passage(self._works, content, modality=request.modality, options=request.options, key=request.key)
-            flight = _Flight(request.key, passage)
+            flight = Flight(request.key, passage)
             flight.task = asyncio.create_task(self._fly(flight))
             self._flying.add(flight.task)
             flight.task.add_done_callback(self._flying.discard)
@@ -270,29 +275,7 @@ class EncoderServer:
         delay_s = request.deadline_unix_s - waiter.admitted_s
         waiter.timer = asyncio.get_running_loop().call_later(delay_s, self._expire, waiter)
 
-    def _verified_content(self, request: EncodeRequest, tensors: Sequence[TensorFrame]) -> bytes:
-        if request.modality not in self._runner.modalities:
-            raise MediaUnsupported(f"this model has no tower for {request.modality}")
-        if len(tensors) != 1 or tensors[0].dtype != "uint8":
-            raise WireError("an encode request carries its content as one uint8 frame")
-        waiting_bytes = sum(flight.passage.content_bytes for flight in self._flights.values())
-        if waiting_bytes and waiting_bytes + tensors[0].data.nbytes > self._config.max_pending_bytes:
-            limit = f"{waiting_bytes} bytes of media wait to be decoded"
-            raise EncoderBusy(limit, retry_after_s=self._config.retry_after_s)
-        content = bytes(tensors[0].data)
-        expected = media_key(
-            content,
-            modality=request.modality,
-            options=request.options,
-            processor=self._processor,
-            tower_fingerprint=self._replica.fingerprint,
-        )
-        if expected != request.key:
-            # The key decides what others get from the cache: it is never taken on trust.
-            raise KeyMismatch(f"key {request.key} was given, this encoder computes {expected}")
-        return content
-
-    async def _fly(self, flight: _Flight) -> None:
+    async def _fly(self, flight: Flight) -> None:
         """Compute one key and reply to its waiters. Cancelled when the last of them leaves, unless all but done."""
         try:
             if not await self._recall(flight):
@@ -302,22 +285,20 @@ class EncoderServer:
         except Exception:  # outermost loop of a job: it must not end in silence
             logger.exception("encoding %s failed", flight.key)
             self._end_flight(flight, EncoderError("internal error while encoding this medium"))
-        else:
-            self._end_flight(flight, None)
         finally:
             self._prepare_s += flight.passage.timings.prepare_s
             if self._flights.get(flight.key) is flight:
                 del self._flights[flight.key]
 
-    async def _encode(self, flight: _Flight) -> None:
+    async def _encode(self, flight: Flight) -> None:
         """Decode, run the tower, publish; and tell the second tier."""
-        arrival = await flight.passage.run(lambda: self._remaining_s(flight))
-        self._store.publish(arrival.place, layout=arrival.layout, checksum=arrival.checksum, warnings=arrival.warnings)
+        self._store.count(misses=1)
+        self._land(flight, await flight.passage.run(lambda: self._remaining_s(flight)))
         self._counters["encoded"] += 1
         if self._second is not None:
             self._second.keep(flight.key)
 
-    async def _recall(self, flight: _Flight) -> bool:
+    async def _recall(self, flight: Flight) -> bool:
         """Publish what the second tier has of this key; False if there is none."""
         record = None if self._second is None else await self._second.find(flight.key)
         if record is None:
@@ -325,33 +306,48 @@ class EncoderServer:
         header = record.header
         place = await self._room.reserve(flight.key, header.layout.num_rows)
         place.destination[:] = record.rows
-        self._store.publish(place, layout=header.layout, checksum=header.checksum, warnings=header.warnings)
         self._counters["recalled"] += 1
         flight.is_recalled = True
+        self._land(flight, Arrival(place, header.layout, header.checksum, header.warnings))
         return True
 
-    def _remaining_s(self, flight: _Flight) -> float:
+    def _land(self, flight: Flight, arrival: Arrival[Reservation]) -> None:
+        """Publish, and reply to all who wait. Raises EncoderBusy with nothing published and nobody replied to.
+
+        Leases come in the same transaction: what nobody leases another process may evict the moment it is published.
+        """
+        place, waiters = arrival.place, list(flight.waiters)
+        try:
+            with self._store.together():
+                self._store.publish(place, layout=arrival.layout, checksum=arrival.checksum, warnings=arrival.warnings)
+                refs = [self._lease(waiter) for waiter in waiters]
+                entry = self._store.lookup(flight.key)
+        except BaseException:
+            self._room.abandon(place)
+            raise
+        assert entry is not None, "what is leased is published"
+        for waiter, ref in zip(waiters, refs, strict=True):
+            self._answer(waiter, entry, ref, cached=flight.is_recalled, timings=flight.passage.timings)
+
+    def _lease(self, waiter: Waiter) -> EmbeddingRef:
+        """Raises KeyError for a key that is not published, EncoderBusy."""
+        expires_s = min(waiter.request.deadline_unix_s, self._clock() + self._config.max_lease_s)
+        return self._store.lease(waiter.request.key, owner=waiter.peer, expires_s=expires_s)
+
+    def _remaining_s(self, flight: Flight) -> float:
         """Whoever has joined by now is waited for, not only the first."""
         now_s = self._clock()
         return max([0.001, *(waiter.request.deadline_unix_s - now_s for waiter in flight.waiters)])
 
-    def _end_flight(self, flight: _Flight, error: EncoderError | MediaError | None) -> None:
-        if error is not None:
-            self._counters["failed"] += 1
+    def _end_flight(self, flight: Flight, error: EncoderError | MediaError) -> None:
+        self._counters["failed"] += 1
         for waiter in list(flight.waiters):
-            if error is None:
-                self._answer(waiter, cached=flight.is_recalled, timings=flight.passage.timings)
-            else:
-                self._fail(waiter, error)
+            self._fail(waiter, error)
 
-    def _answer(self, waiter: _Waiter, *, cached: bool, timings: StageTimings) -> None:
+    def _answer(self, waiter: Waiter, entry: Entry, ref: EmbeddingRef, *, cached: bool, timings: StageTimings) -> None:
         """Reply with a leased reference."""
         self._forget(waiter)
         request, now_s = waiter.request, self._clock()
-        entry = self._store.lookup(request.key)
-        assert entry is not None, "answered keys are published"
-        expires_s = min(request.deadline_unix_s, now_s + self._config.max_lease_s)
-        ref = self._store.lease(request.key, owner=waiter.peer, expires_s=expires_s)
         tensors = (frame_of(self._store, ref),) if request.inline else ()
         spent_s = timings.prepare_s + timings.batch_wait_s + timings.tower_s
         reply = EncodeReply(
@@ -370,15 +366,15 @@ class EncoderServer:
         )
         waiter.reply(reply, tensors)
 
-    def _fail(self, waiter: _Waiter, error: EncoderError | MediaError) -> None:
+    def _fail(self, waiter: Waiter, error: EncoderError | MediaError) -> None:
         self._forget(waiter)
         waiter.reply(failure_of(waiter.request.request_id, error), ())
 
-    def _expire(self, waiter: _Waiter) -> None:
+    def _expire(self, waiter: Waiter) -> None:
         self._counters["deadlines"] += 1
         self._fail(waiter, EncodeDeadline("the deadline passed before the embedding was ready"))
 
-    def _forget(self, waiter: _Waiter) -> None:
+    def _forget(self, waiter: Waiter) -> None:
         """The waiter is about to get its reply. A flight nobody waits for any more stops, unless it is all but done."""
         if waiter.timer is not None:
             waiter.timer.cancel()
@@ -395,6 +391,10 @@ class EncoderServer:
     async def _keep_house(self) -> None:
         for period in itertools.count():
             await asyncio.sleep(HOUSEKEEPING_PERIOD_S)
-            self._counters["leases_reclaimed"] += self._store.expire(self._clock())
-            if not self._flying and period % PERIODS_PER_CHECK == 0:
-                self._store.check()
+            try:
+                self._counters["leases_reclaimed"] += self._store.expire(self._clock())
+                self._store.tidy()
+                if not self._flying and period % PERIODS_PER_CHECK == 0:
+                    self._store.check()
+            except EncoderBusy as error:
+                logger.warning("housekeeping waits: %s", error)

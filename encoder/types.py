@@ -147,6 +147,8 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
     """The batch has been in the tower for longer than `EncoderConfig.wedged_after_s`."""
     page_bytes: int = 1
     """An embedding takes a multiple of this."""
+    arena: str = ""
+    """The shared memory its embeddings are in; encoders of one host share it, and with it the bytes counted here."""
     video_backend: VideoBackend = "pyav"
     """Part of the key of a video; see `preprocess.config.ProcessorConfig`."""
 

@@ -1,14 +1,13 @@
-"""One shared-memory segment of an encoder process: page extents handed out first-fit, readable by name elsewhere.
+"""One shared-memory segment of a host: raw pages by name, mapped by everyone; who has which is the index's to say.
 
 The segment is a file in the kernel's shared-memory file system. It is opened here by path instead of through
 `multiprocessing.shared_memory`, whose resource tracker would unlink it when the first *reader* exits. All its memory is
 reserved at creation, so a host without enough shared memory is told at start, not by SIGBUS in the middle of a request.
 
-    pages    0 1 2 3 4 5 6 7 8 9
-    used     A A . B B B . . C .      free extents [2,3) [6,8) [9,10), adjacent ones always merged
+    /dev/shm/NAME                  pages 0 1 2 3 4 5 ...
+    /dev/shm/NAME.index[-wal|-shm] entries, leases, reservations, free runs (see `encoder.cache.index`)
 """
 
-import bisect
 import mmap
 import os
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import xxhash
 from encoder.errors import ArenaUnavailable
 
 SHM_DIR = Path("/dev/shm")
+INDEX_SUFFIX = ".index"
 # Start of every extent; what vector loads and DMA engines like.
 ALIGNMENT_BYTES = 64
 
@@ -35,64 +35,23 @@ class Extent:
         return self.stop - self.start
 
 
-class PageAllocator:
-    """First-fit over contiguous page runs. Pure bookkeeping."""
+class Segment:
+    """An existing segment, mapped for reading and writing. What is written in it, and where, the index decides."""
 
-    def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
-        self.num_free = num_pages
-        self._free = [Extent(0, num_pages)] if num_pages else []
-
-    def reserve(self, num_pages: int) -> Extent | None:
-        """The lowest run of `num_pages` (at least 1), or None if no free run is long enough."""
-        if num_pages < 1:
-            raise ValueError(f"num_pages is {num_pages}, must be at least 1")
-        for index, extent in enumerate(self._free):
-            if extent.num_pages >= num_pages:
-                taken = Extent(extent.start, extent.start + num_pages)
-                rest = Extent(taken.stop, extent.stop)
-                self._free[index : index + 1] = [rest] if rest.num_pages else []
-                self.num_free -= num_pages
-                return taken
-        return None
-
-    def free(self, extent: Extent) -> None:
-        """Give a reserved extent back. Raises ValueError if any of its pages is free already or out of range."""
-        index = bisect.bisect_left(self._free, extent.start, key=lambda e: e.start)
-        before = self._free[index - 1] if index else None
-        after = self._free[index] if index < len(self._free) else None
-        overlaps = (before is not None and before.stop > extent.start) or (
-            after is not None and after.start < extent.stop
-        )
-        if overlaps or not 0 <= extent.start < extent.stop <= self.num_pages:
-            raise ValueError(f"{extent} was not reserved")
-        low, high, start, stop = index, index, extent.start, extent.stop
-        if before is not None and before.stop == start:
-            low, start = index - 1, before.start
-        if after is not None and after.start == stop:
-            high, stop = index + 1, after.stop
-        self._free[low:high] = [Extent(start, stop)]
-        self.num_free += extent.num_pages
-
-    @property
-    def free_extents(self) -> tuple[Extent, ...]:
-        """Free runs in ascending order, none adjacent to the next."""
-        return tuple(self._free)
-
-
-class Arena:
-    """A created segment with its allocator. The creator writes and unlinks; others read through `attach`."""
-
-    def __init__(self, name: str, *, size_bytes: int, page_bytes: int) -> None:
-        """Create the segment `name`, replacing one left by a dead process. Raises ArenaUnavailable."""
-        if page_bytes % ALIGNMENT_BYTES or size_bytes < page_bytes:
-            raise ValueError(f"page_bytes {page_bytes} must be a multiple of {ALIGNMENT_BYTES} within {size_bytes}")
+    def __init__(self, name: str, *, page_bytes: int) -> None:
+        """Map the segment `name`. Raises ArenaUnavailable when there is none."""
         self.name = name
         self.page_bytes = page_bytes
-        self.pages = PageAllocator(size_bytes // page_bytes)
-        self.size_bytes = self.pages.num_pages * page_bytes
-        self._path = segment_path(name)
-        self._map = _create(self._path, self.size_bytes)
+        try:
+            descriptor = os.open(segment_path(name), os.O_RDWR | os.O_CLOEXEC)
+            try:
+                self._map = mmap.mmap(descriptor, 0)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise ArenaUnavailable(f"there is no embedding arena {name}: {error.strerror}") from error
+        self.num_pages = len(self._map) // page_bytes
+        self.size_bytes = self.num_pages * page_bytes
 
     def pages_for(self, size_bytes: int) -> int:
         """Pages that hold `size_bytes`."""
@@ -107,16 +66,40 @@ class Arena:
         start = self.offset_bytes(extent)
         return memoryview(self._map)[start : start + size_bytes]
 
-    def close(self) -> None:
-        """Unlink the name; memory goes when the last process that mapped it lets go. May be called twice."""
-        self._path.unlink(missing_ok=True)
-
 
 def segment_path(name: str) -> Path:
     """The file behind a segment name. Raises ValueError for a name that would leave the directory."""
     if not name or "/" in name or name.startswith("."):
         raise ValueError(f"{name!r} is not a segment name")
     return SHM_DIR / name
+
+
+def index_path(name: str) -> Path:
+    """The index beside a segment; its journal lies beside it. Raises ValueError as `segment_path`."""
+    return segment_path(name).with_name(name + INDEX_SUFFIX)
+
+
+def create_segment(name: str, size_bytes: int) -> None:
+    """Make a segment of zeros, replacing one of that name. Raises ArenaUnavailable."""
+    path = segment_path(name)
+    path.unlink(missing_ok=True)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, size_bytes)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        needed = f"{size_bytes / 2**20:.0f} MiB of shared memory in {path.parent} ({error.strerror})"
+        remedy = "lower encoder.arena_bytes, or give the host or container more (docker run --shm-size)"
+        raise ArenaUnavailable(f"the embedding arena needs {needed}; {remedy}") from error
+
+
+def remove_arena(name: str) -> None:
+    """Unlink a segment and its index; memory goes when the last process that mapped it lets go. May be called twice."""
+    for suffix in (INDEX_SUFFIX, f"{INDEX_SUFFIX}-wal", f"{INDEX_SUFFIX}-shm", f"{INDEX_SUFFIX}-new", ""):
+        segment_path(name).with_name(name + suffix).unlink(missing_ok=True)
 
 
 def attach(name: str) -> mmap.mmap:
@@ -135,19 +118,3 @@ def attach(name: str) -> mmap.mmap:
 def checksum(content: memoryview | bytearray | bytes) -> int:
     """xxh3-64 of an embedding's bytes, as references carry it."""
     return xxhash.xxh3_64_intdigest(content)
-
-
-def _create(path: Path, size_bytes: int) -> mmap.mmap:
-    path.unlink(missing_ok=True)
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, size_bytes)
-            return mmap.mmap(descriptor, size_bytes)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        needed = f"{size_bytes / 2**20:.0f} MiB of shared memory in {path.parent} ({error.strerror})"
-        remedy = "lower encoder.arena_bytes, or give the host or container more (docker run --shm-size)"
-        raise ArenaUnavailable(f"the embedding arena needs {needed}; {remedy}") from error

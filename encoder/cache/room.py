@@ -6,18 +6,24 @@
        | `wait_s` is over
     ArenaFull
 
-Who does not fit holds nobody up: smaller ones behind it, and new ones, take what it cannot use. Its own wait is bounded
-by `wait_s`; two requests that each hold what the other waits for are parted by that bound as well. Nobody stands in
-line with anything decoded in hand.
+Room appears by what this process does, which the store tells, and by what the others of the host do, which is looked
+for every `POLL_S` while somebody waits. Who does not fit holds nobody up: smaller ones behind it, and new ones, take
+what it cannot use. Its own wait is bounded by `wait_s`; two requests that each hold what the other waits for are parted
+by that bound as well. Nobody stands in line with anything decoded in hand.
 """
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from encoder.cache.store import EmbeddingStore, Reservation
-from encoder.errors import ArenaFull
+from encoder.errors import ArenaFull, EncoderBusy
 from preprocess.types import MediaKey
+
+POLL_S: Final = 0.02
+# A process that dies changes nothing by itself: after so many looks the store is asked anyway.
+_POLLS_PER_TRY: Final = 25
 
 
 @dataclass(slots=True, eq=False)
@@ -37,20 +43,22 @@ class RoomQueue:
         self._clock = clock
         self._line: list[_Waiting] = []
         self._is_due = False
+        self._num_polls = 0
+        self._poll: asyncio.TimerHandle | None = None
         store.on_room = self._room_appeared
 
     def __len__(self) -> int:
         return len(self._line)
 
     def try_reserve(self, key: MediaKey, num_rows: int) -> Reservation | None:
-        """Room now, or None. Raises EmbeddingTooLarge."""
+        """Room now, or None. Raises EmbeddingTooLarge, EncoderBusy."""
         try:
             return self._reserve(key, num_rows)
         except ArenaFull:
             return None
 
     async def reserve(self, key: MediaKey, num_rows: int) -> Reservation:
-        """Room now or later. Raises EmbeddingTooLarge at once, ArenaFull after `wait_s`.
+        """Room now or later. Raises EmbeddingTooLarge and EncoderBusy at once, ArenaFull after `wait_s`.
 
         Cancelling leaves the line.
         """
@@ -60,6 +68,7 @@ class RoomQueue:
             full = error
         waiting = _Waiting(key, num_rows, asyncio.get_running_loop().create_future())
         self._line.append(waiting)
+        self._poll_later()
         is_taken = False
         try:
             await asyncio.wait({waiting.granted}, timeout=self._wait_s)
@@ -87,6 +96,22 @@ class RoomQueue:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._serve)
 
+    def _poll_later(self) -> None:
+        if self._line and self._poll is None:
+            self._poll = asyncio.get_running_loop().call_later(POLL_S, self._look)
+
+    def _look(self) -> None:
+        self._poll = None
+        self._num_polls += 1
+        try:
+            if self._store.changed_elsewhere() or self._num_polls % _POLLS_PER_TRY == 0:
+                self._store.expire(self._clock())
+                self._serve()
+        except EncoderBusy:
+            # Somebody keeps the arena locked; the next look is as good.
+            pass
+        self._poll_later()
+
     def _serve(self) -> None:
         self._is_due = False
         refused_rows: int | None = None
@@ -99,5 +124,8 @@ class RoomQueue:
             except ArenaFull:
                 refused_rows = waiting.num_rows
                 continue
+            except EncoderBusy:
+                # The poll comes back to them.
+                return
             self._line.remove(waiting)
             waiting.granted.set_result(reservation)

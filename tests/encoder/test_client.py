@@ -91,6 +91,7 @@ class ScriptedLink:
             capacity_bytes=0,
             leased_bytes=0,
             ready=True,
+            arena="none",
         )
 
     def requests(self) -> list[EncodeRequest]:

@@ -315,6 +315,7 @@ def _encoder_info() -> EncoderInfo:
         ready=True,
         counters={"hits_total": 4.0},
         page_bytes=64,
+        arena="arena",
     )
 
 
