@@ -42,11 +42,12 @@ def _counters(infos: list[EncoderInfo]) -> Iterator[Metric]:
     """The replicas' own counters, one family per name whichever of them reports it."""
     families: dict[str, GaugeMetricFamily] = {}
     for info in infos:
-        for name, value in info.counters.items():
+        for counter, value in info.counters.items():
+            name = f"{counter.removesuffix('_s')}_seconds" if counter.endswith("_s") else counter
             if name not in families:
                 # A gauge: the process may restart and count from zero, and some of these are averages.
                 families[name] = GaugeMetricFamily(
-                    f"mimo_encoder_{name}", f"{name} as the process reports it", labels=["replica"]
+                    f"mimo_encoder_{name}", f"{counter} as the process reports it", labels=["replica"]
                 )
             families[name].add_metric([info.replica], value)
     yield from families.values()

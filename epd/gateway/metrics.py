@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from encoder.metrics import replica_metrics
 from encoder.types import EncoderInfo
 from epd.gateway.reply import AnswerEnd
 from epd.router.attempts import Worker
@@ -49,7 +50,7 @@ class GatewayMetrics:
         self.disconnects = Counter("mimo_gateway_disconnects", "Clients that left before the end", registry=registry)
         self._tokens = Counter("mimo_gateway_tokens", "Tokens of finished answers by kind", ["kind"], registry=registry)
         registry.register(_Collected(lambda: _fleet_metrics(fleet)))
-        registry.register(_Collected(lambda: _encoder_metrics(encoder_infos())))
+        registry.register(_Collected(lambda: replica_metrics(encoder_infos())))
 
     def finished(self, end: AnswerEnd, num_attempts: int) -> None:
         usage = end.usage
@@ -97,36 +98,18 @@ def _role_metrics(prefix: str, workers: Sequence[Worker]) -> Iterator[Metric]:
         pages.add_metric([name, "window", "free"], info.window_pages_free)
         pages.add_metric([name, "window", "used"], info.window_pages_total - info.window_pages_free)
     yield from (up, queue, pages)
-    yield from _counters(prefix, "worker", [(worker.info.worker, worker.info) for worker in workers if worker.info])
+    yield from _counters(prefix, [worker.info for worker in workers if worker.info])
 
 
-def _encoder_metrics(replicas: Mapping[str, EncoderInfo | None]) -> Iterator[Metric]:
-    ready = GaugeMetricFamily("mimo_encoder_ready", "1 when the replica takes media", labels=["address"])
-    queue = GaugeMetricFamily("mimo_encoder_queue_jobs", "Jobs admitted and not answered", labels=["replica"])
-    cached = GaugeMetricFamily("mimo_encoder_cache_entries", "Embeddings kept", labels=["replica"])
-    space = GaugeMetricFamily("mimo_encoder_arena_bytes", "Shared memory by state", labels=["replica", "state"])
-    infos = [info for info in replicas.values() if info is not None]
-    for address, info in replicas.items():
-        ready.add_metric([address], float(info is not None and info.ready))
-    for info in infos:
-        queue.add_metric([info.replica], info.num_pending)
-        cached.add_metric([info.replica], info.num_cached)
-        space.add_metric([info.replica, "cached"], info.cached_bytes)
-        space.add_metric([info.replica, "leased"], info.leased_bytes)
-        space.add_metric([info.replica, "total"], info.capacity_bytes)
-    yield from (ready, queue, cached, space)
-    yield from _counters("mimo_encoder", "replica", [(info.replica, info) for info in infos])
-
-
-def _counters(prefix: str, label: str, infos: Sequence[tuple[str, WorkerInfo | EncoderInfo]]) -> Iterator[Metric]:
+def _counters(prefix: str, infos: Sequence[WorkerInfo]) -> Iterator[Metric]:
     """The stage's own counters, one family per name whatever processes report it."""
     families: dict[str, GaugeMetricFamily] = {}
-    for owner, info in infos:
+    for info in infos:
         for name, value in info.counters.items():
             if name not in families:
                 # A gauge: the process may restart and count from zero, and some of these are averages.
                 families[name] = GaugeMetricFamily(
-                    f"{prefix}_{name}", f"{name} as the process reports it", labels=[label]
+                    f"{prefix}_{name}", f"{name} as the process reports it", labels=["worker"]
                 )
-            families[name].add_metric([owner], value)
+            families[name].add_metric([info.worker], value)
     yield from families.values()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.load import load
+from cli.load_role import EncoderDeployment, load_any
 
 README = Path(__file__).parent.parent.parent / "configs" / "README.md"
 ROW = re.compile(r"^\| `([a-z_.]+)` \| \*{0,2}(.+?)\*{0,2} \| \S.* \|$", re.MULTILINE)
@@ -28,13 +29,17 @@ def documented() -> dict[str, Any]:
 def resolved(tmp_path: Path) -> dict[str, Any]:
     """What a deployment with nothing set runs with, by the key that would set it."""
     config = load(runtime_dir=tmp_path, environ={})
-    found: dict[str, Any] = {"mode": config.mode, "model": config.model_name, "model_name": None}
+    alone = load_any(runtime_dir=tmp_path, environ={}, flags={"role": "encoder"})
+    assert isinstance(alone, EncoderDeployment)
+    found: dict[str, Any] = {"mode": config.mode, "role": None, "model": config.model_name, "model_name": None}
     sections = {
         "gateway": config.gateway,
         "fetch": config.gateway.fetch,
         "encoder": config.encoders[0],
         "engine": config.prefill[0],
         "supervisor": config.supervisor,
+        "front": alone.front,
+        "sglang": alone.sglang,
     }
     for section, settings in sections.items():
         for field in fields(settings):

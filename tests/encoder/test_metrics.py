@@ -1,0 +1,51 @@
+"""What replicas say of themselves, as Prometheus reads it."""
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from encoder.metrics import replica_metrics
+from encoder.types import EncoderInfo
+from preprocess.types import Modality
+
+INFO = EncoderInfo(
+    sequence=1,
+    replica="encoder-0",
+    incarnation="a",
+    fingerprint="f",
+    width=4,
+    dtype="float32",
+    modalities=(Modality.IMAGE,),
+    num_pending=3,
+    num_cached=2,
+    cached_bytes=700,
+    capacity_bytes=1000,
+    leased_bytes=100,
+    ready=True,
+    counters={"batches": 4, "batch_jobs": 10, "tower_s": 1.5, "hits": 7},
+    tower_busy_s=2.5,
+    wedged=True,
+)
+
+
+class _Both(Collector):
+    def collect(self) -> list[Metric]:
+        return list(replica_metrics({"ipc://a": INFO, "ipc://b": None}))
+
+
+def test_every_replica_is_told_of_and_only_those_that_are_up_in_detail() -> None:
+    registry = CollectorRegistry()
+    registry.register(_Both())
+    lines = set(generate_latest(registry).decode().splitlines())
+    for line in (
+        'mimo_encoder_ready{address="ipc://a"} 1.0',
+        'mimo_encoder_ready{address="ipc://b"} 0.0',
+        'mimo_encoder_queue_jobs{replica="encoder-0"} 3.0',
+        'mimo_encoder_arena_bytes{replica="encoder-0",state="leased"} 100.0',
+        'mimo_encoder_batch_size_jobs{replica="encoder-0"} 2.5',
+        'mimo_encoder_tower_busy_seconds{replica="encoder-0"} 2.5',
+        'mimo_encoder_wedged{replica="encoder-0"} 1.0',
+        'mimo_encoder_tower_seconds{replica="encoder-0"} 1.5',
+        'mimo_encoder_hits{replica="encoder-0"} 7.0',
+    ):
+        assert line in lines
