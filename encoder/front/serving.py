@@ -102,10 +102,12 @@ class FrontServer:
         self._door = door
         door.open()
         if self._dialect is not None:
-            self._dialect.announce(door.port)
+            self._dialect.announce(door.port, host=self._config.host)
 
     async def stop(self) -> None:
         """Refuse what is new, let answers in flight end, then close everything."""
+        if self._dialect is not None:
+            await self._dialect.withdraw()
         over_s = asyncio.get_running_loop().time() + self._config.drain_s
         await self._front.admission.drain(self._config.drain_s)
         if self._dialect is not None:

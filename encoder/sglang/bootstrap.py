@@ -30,11 +30,11 @@ class Bootstrap:
         self._url: str | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self, port: int) -> None:
+    def start(self, host: str, port: int) -> None:
         """Begin. The listener must be up: the other side sends media as soon as it knows."""
         if not self._config.register_urls or self._tasks:
             return
-        self._url = self._config.advertised_url or f"http://{own_address()}:{port}"
+        self._url = self._config.advertised_url or f"http://{_reachable(host)}:{port}"
         for server in self._config.register_urls:
             self._tasks.append(asyncio.create_task(self._keep(server, self._url)))
 
@@ -86,6 +86,13 @@ class Bootstrap:
             # A TimeoutError is an OSError.
             logger.debug("%s cannot be reached: %s", address, error)
         return False
+
+
+def _reachable(host: str) -> str:
+    """A host that is listened on, as a URL has it."""
+    if host in ("", "0.0.0.0", "::"):
+        return own_address()
+    return f"[{host}]" if ":" in host else host
 
 
 def own_address() -> str:

@@ -22,6 +22,9 @@ class SglangConfig:
     """What they are told, `http://host:port`. None: this host's address on its default route, and the port served."""
     renew_period_s: float = 60.0
     """How often they are told again, so that one that was restarted learns of this encoder. 0: once."""
+    send_video_sound: bool = False
+    """Whether the sound of videos is encoded and sent. Off, videos are silent: release 0.5.23 takes in what it is sent
+    and then refuses the request, because its check of MiMo prompts knows no sound but that of audio items."""
     embedding_data_module: str = "sglang.srt.disaggregation.encoder.receiver"
     """Where the reader's release has the class EmbeddingData. It has moved before."""
     modality_module: str = "sglang.srt.multimodal.modality"

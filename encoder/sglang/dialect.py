@@ -64,13 +64,20 @@ class SglangDialect:
         self._post = Post(send_timeout_s=self.config.send_timeout_s, connect_timeout_s=self.config.connect_timeout_s)
         self._spawn(self._sweep())
 
-    def announce(self, port: int) -> None:
-        """Tell the bootstrap servers of `register_urls` of this encoder. Call it when `port` takes connections."""
-        self._bootstrap.start(port)
+    def announce(self, port: int, *, host: str = "") -> None:
+        """Tell the bootstrap servers of `register_urls` of this encoder. Call it when `port` takes connections.
+
+        `host` is what is listened on; where that is every address, they are told one that reaches this host.
+        """
+        self._bootstrap.start(host, port)
+
+    async def withdraw(self) -> None:
+        """Tell the bootstrap servers that no more is wanted, in two seconds at most. Before calls are refused."""
+        await self._bootstrap.stop()
 
     async def stop(self) -> None:
-        """After the last call: unregister, and close what is open."""
-        await self._bootstrap.stop()
+        """After the last call: close what is open. Withdraws first, where that was not done."""
+        await self.withdraw()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -44,14 +44,18 @@ class Item:
     """What the content must have as its digest; None where the sender does not say."""
 
 
-def read_items(value: object, modality: Modality, *, max_items: int) -> list[Item]:
-    """The media of `mm_items`, in order; a single one may come without a list. Raises BadRequest naming the item."""
+def read_items(value: object, modality: Modality, *, max_items: int, is_silent: bool = False) -> list[Item]:
+    """The media of `mm_items`, in order; a single one may come without a list. Raises BadRequest naming the item.
+
+    With `is_silent` videos are asked for without their sound.
+    """
     items: list[Item] = []
     for raw in _flat(value, 0):
         if len(items) == max_items:
             raise BadRequest(f"mm_items holds more than {max_items} media, the most that one part may have")
         try:
-            items.append(_item(raw, modality))
+            item = _item(raw, modality)
+            items.append(_without_sound(item) if is_silent and modality is Modality.VIDEO else item)
         except OptionInvalid as error:
             raise BadRequest(f"mm_items[{len(items)}]: {error}") from error
         except BadRequest as error:
@@ -85,6 +89,14 @@ def _item(raw: Any, modality: Modality) -> Item:
             raise BadRequest("an item is an object without a url; features made elsewhere are not taken")
         case _:
             raise BadRequest(f"an item is {type(raw).__name__}, allowed is a string or an object with a url")
+
+
+def _without_sound(item: Item) -> Item:
+    source = item.source
+    if source.options.use_audio:
+        raise BadRequest("use_audio asks for the sound of a video, which is not sent: send_video_sound is off")
+    options = msgspec.structs.replace(source.options, use_audio=False)
+    return Item(msgspec.structs.replace(source, options=options), item.sha256)
 
 
 def _url(text: str) -> str:

@@ -63,7 +63,7 @@ async def opened(config: SglangConfig, desk: FakeDesk) -> AsyncIterator[Encoder]
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     port = runner.addresses[0][1]
     await dialect.start()
-    dialect.announce(port)
+    dialect.announce(port, host="127.0.0.1")
     async with aiohttp.ClientSession() as session:
         try:
             yield Encoder(f"http://127.0.0.1:{port}", port, desk, dialect, session)

@@ -104,7 +104,7 @@ async def test_several_items_are_one_frame_in_order(open_encoder: Opener, receiv
 
 
 async def test_sound_travels_in_its_own_tensor(open_encoder: Opener, receivers: list[Receiver]) -> None:
-    encoder = await open_encoder()
+    encoder = await open_encoder(send_video_sound=True)
     call = part([url_of(**SILENT), url_of(**SOUNDING)], modality="video")
     assert (await encoded(encoder, call, receivers[0]))[0] == 200
     message = await receivers[0].receive()
@@ -118,6 +118,19 @@ async def test_sound_travels_in_its_own_tensor(open_encoder: Opener, receivers: 
     whole = rows_of(json.dumps(SOUNDING).encode(), 20, 8, "bfloat16")
     assert header.audio_rows == Tensor("bfloat16", (17, 8), whole[3 * 16 :])
     await encoder.is_quiet()
+
+
+async def test_sound_is_left_out_where_the_reader_cannot_take_it(
+    open_encoder: Opener, receivers: list[Receiver]
+) -> None:
+    encoder = await open_encoder()
+    assert (await encoded(encoder, part(url_of(**SOUNDING), modality="VIDEO"), receivers[0]))[0] == 200
+    header = (await receivers[0].receive()).header
+    assert (header.audio_units, header.audio_rows, header.shape) == ((0,), None, (3, 8))
+    item = {"url": url_of(**SOUNDING), "use_audio": True}
+    status, answer = await encoder.post("/encode", part(item, modality="VIDEO", name="b"))
+    assert status == 400
+    assert "send_video_sound" in answer["message"]
 
 
 async def test_silent_videos_count_as_such(open_encoder: Opener, receivers: list[Receiver]) -> None:
