@@ -24,7 +24,7 @@ _TOLD_CHARS = 2000
 
 
 @contextmanager
-def encoder_deployment(model: str, *, num_replicas: int, decode_threads: int, tower_threads: int = 1) -> Iterator[str]:
+def encoder_deployment(model: str, *, num_replicas: int, decode_threads: int, tower_threads: int) -> Iterator[str]:
     """Its URL, once it is ready. Raises BenchFailed when it does not start."""
     port = free_port("127.0.0.1")
     command = [
