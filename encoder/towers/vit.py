@@ -258,7 +258,7 @@ class VisionTower(nn.Module):
 
         Rows of the result follow the media in the order given. Raises ValueError if the grids and rows disagree.
         """
-        self._check(pixel_values, grids)
+        check_grids(pixel_values.shape, grids, self.config)
         order = sorted(range(len(grids)), key=lambda i: grids[i][1:])
         lengths = [t * h * w for t, h, w in grids]
         pieces = torch.split(pixel_values, lengths)
@@ -282,16 +282,6 @@ class VisionTower(nn.Module):
         """Fresh weights for training: normal(0, 0.02), narrower where a residual stream is written; sinks zero."""
         init_linear_stack(self, generator, residual_names=("attn.proj", "mlp.down_proj"), depth=self.config.depth)
 
-    def _check(self, pixel_values: Tensor, grids: Sequence[Grid]) -> None:
-        if not grids:
-            raise ValueError("no media: grids is empty")
-        for grid in grids:
-            if min(grid) < 1 or grid[1] % 2 or grid[2] % 2:
-                raise ValueError(f"grid {grid} must be positive with even height and width")
-        expected = (sum(t * h * w for t, h, w in grids), self.config.patch_width)
-        if tuple(pixel_values.shape) != expected:
-            raise ValueError(f"pixel_values is {tuple(pixel_values.shape)}, the grids need {expected}")
-
     def _groups(self, grids: Sequence[Grid], device: torch.device) -> list[_SliceGroup]:
         slices: dict[tuple[int, int], int] = {}
         for t, h, w in grids:
@@ -303,6 +293,18 @@ class VisionTower(nn.Module):
             tables = (rotary_2d(order, self.config.head_dim) for order in (coordinates, by_column))
             groups.append(_SliceGroup(num_slices, height, width, *tables))
         return groups
+
+
+def check_grids(shape: Sequence[int], grids: Sequence[Grid], config: VisionConfig) -> None:
+    """Raises ValueError if media of these grids do not have patches of this shape."""
+    if not grids:
+        raise ValueError("no media: grids is empty")
+    for grid in grids:
+        if min(grid) < 1 or grid[1] % 2 or grid[2] % 2:
+            raise ValueError(f"grid {grid} must be positive with even height and width")
+    expected = (sum(t * h * w for t, h, w in grids), config.patch_width)
+    if tuple(shape) != expected:
+        raise ValueError(f"pixel_values is {tuple(shape)}, the grids need {expected}")
 
 
 def _reorder(x: Tensor, groups: Sequence[_SliceGroup], *, to_columns: bool) -> Tensor:
