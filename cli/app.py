@@ -7,6 +7,7 @@ import sys
 import typer
 
 from cli.bench import bench
+from cli.cache import cache
 from cli.chat import chat
 from cli.encode import encode
 from cli.eval import evaluate
@@ -30,6 +31,7 @@ app.command()(chat)
 app.command("eval")(evaluate)
 app.command()(inspect)
 app.add_typer(bench)
+app.add_typer(cache)
 
 
 def main() -> None:

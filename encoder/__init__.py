@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from encoder.cache.host import embedding_arena
+    from encoder.cache.report import ArenaReport, arena_reports, clear_arena
     from encoder.front.config import FrontConfig
     from encoder.front.process import run_front
     from encoder.inventory import (
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from encoder.towers.weights import load_towers
 
 __all__ = [
+    "ArenaReport",
     "FrontConfig",
     "LocalEmbedding",
     "LocalEncoder",
@@ -34,8 +36,10 @@ __all__ = [
     "SglangConfig",
     "StoredDtype",
     "TensorSpec",
+    "arena_reports",
     "audio_encoder_tensors",
     "audio_tokenizer_tensors",
+    "clear_arena",
     "embedding_arena",
     "load_towers",
     "open_server",
@@ -46,6 +50,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ArenaReport": "encoder.cache.report",
     "FrontConfig": "encoder.front.config",
     "LocalEmbedding": "encoder.local",
     "LocalEncoder": "encoder.local",
@@ -55,8 +60,10 @@ _HOMES = {
     "SglangConfig": "encoder.sglang.config",
     "StoredDtype": "encoder.inventory",
     "TensorSpec": "encoder.inventory",
+    "arena_reports": "encoder.cache.report",
     "audio_encoder_tensors": "encoder.inventory",
     "audio_tokenizer_tensors": "encoder.inventory",
+    "clear_arena": "encoder.cache.report",
     "embedding_arena": "encoder.cache.host",
     "load_towers": "encoder.towers.weights",
     "open_server": "encoder.process",

@@ -283,15 +283,6 @@ class EmbeddingStore:
     def usage(self) -> StoreUsage:
         return usage_of(self._index)
 
-    def clear(self) -> int:
-        """Evict everything without a lease; how many pages that were."""
-        with self.together():
-            runs = self._index.rows("DELETE FROM entries WHERE num_leases = 0 RETURNING start, stop")
-            for start, stop in runs:
-                self._index.give_pages(Extent(start, stop))
-        num_pages = sum(int(stop) - int(start) for start, stop in runs)
-        return self._room_appeared(num_pages)
-
     def check(self) -> None:
         """Books balance: free + evictable + leased + reserved == capacity, and no page has two owners."""
         audit(self._index)

@@ -216,7 +216,8 @@ class MediaStage:
         infos = [info for info in self._encoder.infos().values() if info is not None]
         page_bytes = min((info.page_bytes for info in infos), default=1)
         taken_bytes = sum(-(-size_bytes // page_bytes) * page_bytes for size_bytes in sizes_bytes)
-        return taken_bytes, sum(info.capacity_bytes for info in infos)
+        # Encoders of one host share an arena.
+        return taken_bytes, sum({info.arena: info.capacity_bytes for info in infos}.values())
 
     async def _while_there_is_hope(self, reply: asyncio.Future[EncodeReply]) -> EncodeReply:
         """The client waits for a replica until the request's deadline; here that ends after `patience_s`."""
