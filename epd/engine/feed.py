@@ -151,8 +151,6 @@ class EmbeddingFeed:
                 record, result = self._delivered.get_nowait()
             except Empty:
                 break
-            if not record.holders:
-                continue
             if isinstance(result, EmbeddingLost):
                 self._lose(record)
                 lost |= {holder: result for holder in record.holders if holder not in lost}

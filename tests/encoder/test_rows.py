@@ -72,9 +72,11 @@ async def test_what_the_encoder_no_longer_has_is_lost_at_once(
     async with over_tcp(open_peer) as (peer, _, client):
         ref = elsewhere(await encoded(peer, client, make_png(1)))
         other_value = msgspec.structs.replace(ref, checksum=ref.checksum ^ 1)
-        assert isinstance(await fetched(source, other_value), EmbeddingLost)
         unknown = msgspec.structs.replace(ref, key="0" * 32)
-        assert isinstance(await fetched(source, unknown), EmbeddingLost)
+        for gone in (other_value, unknown):
+            lost = await fetched(source, gone)
+            assert isinstance(lost, EmbeddingLost)
+            assert "gone from the encoder" in lost.message, "the encoder's own word, and no rows sent for nothing"
         assert isinstance(await fetched(source, ref), torch.Tensor)
     stopped = await fetched(source, ref)
     assert isinstance(stopped, EmbeddingLost)
