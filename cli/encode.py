@@ -12,7 +12,7 @@ from cli.encode_inputs import Input, check_names, check_places, find_inputs
 from cli.encode_outputs import SUFFIX, FileTree, Output, OutputFailed, PackedFile, ShardLimits, Shards
 from cli.encode_records import RecordPaths, Records
 from cli.encode_report import Report, tell_failure
-from cli.encode_run import Run
+from cli.encode_run import End, Run
 from cli.encode_sources import Sources
 from cli.encode_workspace import Workspace
 from cli.load import ConfigError, resolve_model
@@ -241,7 +241,7 @@ def _check_target(target: Path, inputs: list[Path]) -> None:
 
 def _run(plan: _Plan, config: EncoderConfig, *, model: str, threads: int | None, as_json: bool) -> None:
     model_dir, model_name = resolve_model(model)
-    is_whole = has_failed = False
+    end: End = "interrupted"
     try:
         workspace = Workspace(plan.workspace)
     except OSError as error:
@@ -261,22 +261,22 @@ def _run(plan: _Plan, config: EncoderConfig, *, model: str, threads: int | None,
                 model=model_name,
                 max_failures=plan.max_failures,
             )
-            is_whole = run.run(plan.inputs, plan.concurrency)
+            end = run.run(plan.inputs, plan.concurrency)
     except KeyboardInterrupt:
         pass
     except OutputFailed as error:
-        has_failed = True
+        end = "output"
         tell_failure(f"mimo encode: {error}")
     finally:
         records.close()
         workspace.close()
     totals = records.totals
-    is_stopped = plan.max_failures is not None and totals.num_failed > plan.max_failures
-    is_interrupted = not (is_whole or has_failed or is_stopped)
-    where = "what is done is kept for the next run" if has_failed else _where(plan, totals.num_done)
-    report.conclude(totals, where, is_whole=is_whole or has_failed, is_interrupted=is_interrupted, as_json=as_json)
-    if is_interrupted or totals.num_failed or has_failed:
-        sys.exit(_INTERRUPTED if is_interrupted else 1)
+    where = "what is done is kept for the next run" if end == "output" else _where(plan, totals.num_done)
+    report.conclude(totals, where, end, as_json=as_json)
+    if end == "interrupted":
+        sys.exit(_INTERRUPTED)
+    if end != "whole" or totals.num_failed:
+        sys.exit(1)
 
 
 def _where(plan: _Plan, num_done: int) -> str:

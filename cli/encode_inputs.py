@@ -104,14 +104,26 @@ def _of_argument(argument: str, modality: Modality | None, options: MediaOptions
         return
     path = Path(argument)
     if glob.has_magic(argument) and not os.path.lexists(path):
-        matches = sorted(Path(match) for match in glob.iglob(argument, recursive=True))
-        files = media_files((match for match in matches if match.is_file()), modality)
-        if not files:
-            raise MediaFileError(f"{path_text(path)}: no image, video or audio file matches this pattern")
+        files = _of_pattern(argument, modality, recursive)
     else:
         files = expand_paths([path], modality=modality, recursive=recursive)
     for file, kind in files:
         yield Input(str(file), False, kind, options)
+
+
+def _of_pattern(pattern: str, modality: Modality | None, recursive: bool) -> list[tuple[Path, Modality]]:
+    """Media files that match, and those in directories that match, as if the shell had expanded it. Raises
+    MediaFileError."""
+    found: list[tuple[Path, Modality]] = []
+    for match in sorted(map(Path, glob.iglob(pattern, recursive=True))):
+        if not match.is_dir():
+            found += media_files([match] if match.is_file() else [], modality)
+        elif "**" not in pattern:
+            entries = sorted(match.rglob("*") if recursive else match.glob("*"))
+            found += media_files((entry for entry in entries if entry.is_file()), modality)
+    if not found:
+        raise MediaFileError(f"{shown(pattern)}: no image, video or audio file matches this pattern")
+    return found
 
 
 def _of_manifest(manifest: str, modality: Modality | None, options: MediaOptions) -> Iterator[Input]:

@@ -217,7 +217,7 @@ class Shards(_Spooled):
     def add(self, item: Input, outcome: Stored | Failure | None) -> None:
         """What comes after a gap waits in the workspace for a run that closes it."""
         self._broken = self._broken or outcome is None
-        if self._broken or outcome is None:
+        if outcome is None or (self._broken and isinstance(outcome, Stored)):
             return
         if isinstance(outcome, Stored):
             self._add_rows(item, outcome)
@@ -230,6 +230,9 @@ class Shards(_Spooled):
                 number = _SHARD.fullmatch(path.name)
                 if volume.path == path and number is not None and int(number[1]) >= self._num_shards:
                     path.unlink(missing_ok=True)
+        for item, outcome in self._lines:
+            if isinstance(outcome, Failure):
+                self._records.failed(item, outcome)
         _publish(self._records)
         if whole:
             self._workspace.clear()

@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import typer
 from rich.console import Console
@@ -20,11 +20,17 @@ from rich.progress import (
 
 from cli.encode_inputs import Input
 from cli.encode_records import Totals
-from cli.encode_run import How
+from cli.encode_run import End, How
 from cli.terminal import quoted
 from preprocess.ranges import printable
 
 console = Console(stderr=True, highlight=False)
+_HEADS: Final[dict[End, str]] = {
+    "whole": "",
+    "interrupted": "interrupted: ",
+    "failures": "stopped by failures: ",
+    "output": "stopped: ",
+}
 
 
 class Report:
@@ -74,16 +80,15 @@ class Report:
         name = item.label[-30:]
         self._progress.update(self._task, description=quoted(name), advance=1, rates=rates)
 
-    def conclude(self, totals: Totals, where: str, *, is_whole: bool, is_interrupted: bool, as_json: bool) -> None:
+    def conclude(self, totals: Totals, where: str, end: End, *, as_json: bool) -> None:
         """The last lines: how much and how fast, then warnings and failures, the first few of each."""
         elapsed_s = time.monotonic() - self._begun_s
         counts = self._counts
         again = [f"{counts['kept']} were done before"] if counts["kept"] else []
         again += [f"{counts['duplicate']} had the content of others"] if counts["duplicate"] else []
         details = "; ".join([self._rates(), *again])
-        head = "" if is_whole else "interrupted: " if is_interrupted else "stopped by failures: "
         _tell(
-            f"{head}{totals.num_done} of {self._num_inputs} files, {totals.num_rows} rows in {elapsed_s:.1f} s "
+            f"{_HEADS[end]}{totals.num_done} of {self._num_inputs} files, {totals.num_rows} rows in {elapsed_s:.1f} s "
             f"({details}), {where}"
         )
         for name, warning in totals.warned:
@@ -95,9 +100,9 @@ class Report:
         if totals.num_failed > len(totals.failed):
             _tell(f"{totals.num_failed} files failed in all; the list of failures has them", style="red")
         if as_json:
-            typer.echo(json.dumps({"summary": self._summary(totals, elapsed_s, is_whole=is_whole)}))
+            typer.echo(json.dumps({"summary": self._summary(totals, elapsed_s, end)}))
 
-    def _summary(self, totals: Totals, elapsed_s: float, *, is_whole: bool) -> dict[str, Any]:
+    def _summary(self, totals: Totals, elapsed_s: float, end: End) -> dict[str, Any]:
         busy_s = self._busy_s()
         return {
             "files": self._num_inputs,
@@ -107,7 +112,7 @@ class Report:
             "encoded": self._counts["encoded"],
             "done_before": self._counts["kept"],
             "duplicates": self._counts["duplicate"],
-            "whole": is_whole,
+            "end": end,
             "elapsed_s": round(elapsed_s, 3),
             "files_per_s": round(self._counts["encoded"] / busy_s, 3),
             "rows_per_s": round(self._num_rows / busy_s, 3),

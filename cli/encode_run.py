@@ -30,6 +30,8 @@ How = Literal["encoded", "kept", "duplicate", "failed"]
 Note = Callable[[Input, How, int, int], None]
 """Told of each input as it is done, from any thread: how, its rows, the bytes read for it."""
 Outcome = Stored | Failure | None
+End = Literal["whole", "interrupted", "failures", "output"]
+"""All got to, Ctrl-C, more failures than allowed, or an output that cannot be written."""
 
 
 class Run:
@@ -57,9 +59,10 @@ class Run:
         self._made: set[ContentId] = set()
         self._settings: dict[tuple[Modality, MediaOptions], str] = {}
         self._num_failed = 0
+        self._failed_too_often = False
 
-    def run(self, inputs: Sequence[Input], concurrency: int) -> bool:
-        """Whether all inputs have been got to: False after an interruption, or too many failures.
+    def run(self, inputs: Sequence[Input], concurrency: int) -> End:
+        """Until all inputs have been got to, or something ends it before.
 
         Closes encoder and sources, and finishes the output with what is done. Raises OutputFailed, after which what is
         done waits for the next run.
@@ -85,7 +88,7 @@ class Run:
             for item in coming:
                 self._output.add(item, None)
             self._output.finish(whole=whole)
-        return whole
+        return "whole" if whole else "failures" if self._failed_too_often else "interrupted"
 
     def _work(
         self,
@@ -135,6 +138,7 @@ class Run:
         with self._ordering:
             self._num_failed += 1
             if self._max_failures is not None and self._num_failed > self._max_failures:
+                self._failed_too_often = True
                 self._stopping.set()
         return failure
 

@@ -220,6 +220,35 @@ def test_an_interrupted_run_keeps_what_is_done(tmp_path: Path) -> None:
     assert 1 <= len(tensors) == int(found[1]) < 200
 
 
+def test_a_killed_run_goes_on_and_gives_the_same_bytes(tmp_path: Path) -> None:
+    (tmp_path / "media").mkdir()
+    for i in range(60):
+        picture = Image.new("RGB", (320 - i, 200 + i), (4 * i, 90, 30))
+        ImageDraw.Draw(picture).ellipse((i, i, 150, 150), fill=(200, i, 10))
+        picture.save(tmp_path / "media" / f"{i:02}.jpg")
+    (tmp_path / "media" / "again.jpg").write_bytes((tmp_path / "media" / "00.jpg").read_bytes())
+    command = ["encode", "media", "--shard-rows", "900", "--out-dir"]
+    whole = mimo(*command, "whole", cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-m", "cli", *command, "killed"], cwd=tmp_path, env=environment) as process:
+        while not (tmp_path / "killed" / "shard-00001.safetensors").exists():
+            assert process.poll() is None
+            time.sleep(0.002)
+        process.kill()
+    assert not (tmp_path / "killed" / "index.jsonl").exists()
+    rest = mimo(*command, "killed", "--json", cwd=tmp_path)
+    assert rest.returncode == 0, rest.stderr
+    summary = json.loads(rest.stdout.splitlines()[-1])["summary"]
+    assert (summary["done"], summary["encoded"] + summary["done_before"] + summary["duplicates"]) == (61, 61)
+    assert 0 < summary["encoded"] < 50
+    made, expected = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("killed", "whole")
+    )
+    assert len(expected) > 4
+    assert made == expected
+
+
 def read_some(terminal: int) -> bytes:
     """Nothing once the other end is closed, which a terminal calls an error."""
     try:
