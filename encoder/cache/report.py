@@ -66,7 +66,7 @@ def clear_arena(name: str) -> int:
             runs = index.rows("DELETE FROM entries WHERE num_leases = 0 RETURNING start, stop")
             for start, stop in runs:
                 index.give_pages(Extent(start, stop))
-        return sum(stop - start for start, stop in runs) * index.geometry.page_bytes
+        return sum(int(stop) - int(start) for start, stop in runs) * index.geometry.page_bytes
 
 
 def _report(name: str) -> ArenaReport | None:
