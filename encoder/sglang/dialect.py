@@ -24,6 +24,8 @@ from preprocess.errors import MediaError
 logger = logging.getLogger(__name__)
 
 _SWEEP_PERIOD_S: Final = 5.0
+# A receiver of failures has heard of them by HTTP as well, and may be gone for that reason.
+_NEWS_PATIENCE_S: Final = 3.0
 
 
 class SglangDialect:
@@ -206,7 +208,9 @@ class SglangDialect:
         async def tell() -> None:
             try:
                 if self._post is not None:
-                    await self._post.push(endpoint, [frame], Hold(), is_shared=part.is_shared)
+                    await self._post.push(
+                        endpoint, [frame], Hold(), is_shared=part.is_shared, connect_timeout_s=_NEWS_PATIENCE_S
+                    )
             except ReceiverUnreachable as unreachable:
                 logger.info("could not tell of the failure of %s: %s", part.id.req_id, unreachable.message)
 

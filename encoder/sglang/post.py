@@ -53,7 +53,7 @@ class _Parcel:
 
     line: _Line
     frames: Sequence[Buffer]
-    is_shared: bool
+    connect_timeout_s: float
     is_queued: bool = False
 
 
@@ -77,15 +77,24 @@ class Post:
         """Messages that the network does not have yet."""
         return len(self._carrying)
 
-    async def push(self, endpoint: str, frames: Sequence[Buffer], hold: Hold, *, is_shared: bool) -> None:
+    async def push(
+        self,
+        endpoint: str,
+        frames: Sequence[Buffer],
+        hold: Hold,
+        *,
+        is_shared: bool,
+        connect_timeout_s: float | None = None,
+    ) -> None:
         """Returns when the network has the whole message. Raises ReceiverUnreachable.
 
         `hold` is taken until nothing reads the frames any more, also when the caller is cancelled. `is_shared` keeps
-        the socket.
+        the socket. `connect_timeout_s` shortens the configured one.
         """
         line = self._line(endpoint, is_shared=is_shared)
         line.num_users += 1
-        parcel = _Parcel(line, frames, is_shared)
+        patience_s = min(self._connect_timeout_s, connect_timeout_s or self._connect_timeout_s)
+        parcel = _Parcel(line, frames, patience_s)
         drop = hold.take()
         carrying = asyncio.create_task(self._carry(parcel))
         self._carrying.add(carrying)
@@ -153,12 +162,12 @@ class Post:
         """Raises ReceiverUnreachable, with the memory free by then as well."""
         line = parcel.line
         try:
-            async with asyncio.timeout(self._connect_timeout_s), line.order:
+            async with asyncio.timeout(parcel.connect_timeout_s), line.order:
                 tracker = await self._queue(parcel)
         except TimeoutError as error:
             self._break(line)
             raise ReceiverUnreachable(
-                f"the receiver at {line.endpoint} took no connection within {self._connect_timeout_s:g} s"
+                f"the receiver at {line.endpoint} took no connection within {parcel.connect_timeout_s:g} s"
             ) from error
         except zmq.ZMQError as error:
             self._break(line)

@@ -45,7 +45,9 @@ def read_encode(body: Mapping[str, Any], config: SglangConfig) -> EncodeCall:
     hashes = body.get("hashes")
     if hashes is not None and not isinstance(hashes, (list, str, int)):
         raise BadRequest("hashes is neither a list nor a single hash")
-    items = read_items(body.get("mm_items"), modality, max_items=config.max_items, is_silent=not config.send_video_sound)
+    items = read_items(
+        body.get("mm_items"), modality, max_items=config.max_items, is_silent=not config.send_video_sound
+    )
     endpoints, is_shared = _endpoints(body, config)
     return EncodeCall(PartId(req_id, num_parts, part_idx, modality), tuple(items), endpoints, is_shared)
 

@@ -279,7 +279,7 @@ def prompt_builder(mimo: Any, ids: dict[str, int]) -> Any:
 
     def built(prompt: object, rows: Any, **more: Any) -> Any:
         """As released, but for requests with sound in videos, whose check is wrong there and was looked at apart."""
-        lenient = "video_audio_embedding" in more and not os.environ.get("STOCK_STRICT")
+        lenient = "video_audio_embedding" in more and "(strict)" not in str(prompt)
         return (processor.get_mm_data if lenient else checked)(prompt, rows, **more)
 
     processor.get_validated_mm_data = built

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ from encoder.sglang.errors import DialectError
 from encoder.sglang.message import Hold, PartId, Writer
 from encoder.sglang.post import Post
 from preprocess.tokens import MediaTokenIds, expand
-from preprocess.types import MediaLayout, Modality
-from tests.encoder.sglang.conftest import Encoder, Opener, until
+from preprocess.types import MediaLayout, MediaSource, Modality
+from tests.encoder.sglang.conftest import Encoder, Opener
 from tests.fakes.sglang_desk import WIDTH, FakeDesk, layout_of, rows_of, url_of
 from tests.fakes.sglang_wheel import TOKEN_IDS, StockServer, WheelUnavailable, wheel_modules
 
@@ -72,11 +71,12 @@ class Ask:
         self.ids += [1000 + ord(letter) for letter in text]
         return self
 
-    def medium(self, modality: Modality, spec: dict[str, Any], **options: object) -> "Ask":
+    def medium(self, modality: Modality, spec: dict[str, Any], *, silent: bool = False, **options: object) -> "Ask":
+        """With `silent` its sound is not expected."""
         url = url_of(**spec)
         self.body["prompt"] += f"<{modality}>"
         self.body[f"{modality}s"].append({"url": url, **options} if options else url)
-        layout = layout_of(spec, modality)
+        layout = layout_of({name: spec[name] for name in spec if not silent or name != "slices"}, modality)
         # Our own expansion of the prompt, for the same layout.
         self.ids += expand(layout, IDS, lambda label: [1000 + ord(letter) for letter in label]).token_ids
         content = json.dumps(spec).encode()
@@ -97,8 +97,8 @@ class Ask:
     def image(self, spec: dict[str, Any], **options: object) -> "Ask":
         return self.medium(Modality.IMAGE, spec, **options)
 
-    def video(self, spec: dict[str, Any]) -> "Ask":
-        return self.medium(Modality.VIDEO, spec)
+    def video(self, spec: dict[str, Any], *, silent: bool = False) -> "Ask":
+        return self.medium(Modality.VIDEO, spec, silent=silent)
 
     def audio(self, spec: dict[str, Any]) -> "Ask":
         return self.medium(Modality.AUDIO, spec)
@@ -154,7 +154,7 @@ async def test_the_schedulers_of_two_ranks_get_every_medium(
     stock: Stock, open_encoder: Opener, num_encoders: int
 ) -> None:
     """Several encoders: the media of one request are split into parts, in an order of the sender's choice."""
-    encoders = [await open_encoder() for _ in range(num_encoders)]
+    encoders = [await open_encoder(send_video_sound=True) for _ in range(num_encoders)]
     asks = examples()
     answers = await schedule(stock, encoders, *asks)
     for ask, answer in zip(asks, answers, strict=True):
@@ -166,13 +166,24 @@ async def test_the_schedulers_of_two_ranks_get_every_medium(
 
 @pytest.mark.parametrize("num_encoders", [1, 3])
 async def test_the_tokenizer_gets_every_medium(stock: Stock, open_encoder: Opener, num_encoders: int) -> None:
-    encoders = [await open_encoder(FakeDesk(dtype="float32")) for _ in range(num_encoders)]
+    encoders = [await open_encoder(FakeDesk(dtype="float32"), send_video_sound=True) for _ in range(num_encoders)]
     asks = examples("float32")
     answers = await tokenize(stock, encoders, *asks)
     for ask, answer in zip(asks, answers, strict=True):
         assert answer == ask.answer, ask.body["rid"]
     for encoder in encoders:
         await encoder.is_quiet()
+
+
+async def test_sound_of_videos_is_refused_by_the_release_itself(stock: Stock, open_encoder: Opener) -> None:
+    """The reason for the default of `send_video_sound`, and that videos are served with it."""
+    sounding, silent = await open_encoder(send_video_sound=True), await open_encoder()
+    (refused,) = await schedule(stock, [sounding], Ask("sound").text("(strict)").video(CONCERT))
+    assert refused["status"] == "aborted"
+    assert "unexpected embedding modality: audio" in refused["message"]
+    ask = Ask("silent").text("(strict)").video(CONCERT, silent=True).audio(SONG).video(CLOCK)
+    assert await schedule(stock, [silent], ask) == [ask.answer]
+    assert await tokenize(stock, [silent], ask) == [ask.answer]
 
 
 async def test_many_at_once(stock: Stock, open_encoder: Opener) -> None:
@@ -298,7 +309,7 @@ async def test_registration_with_the_bootstrap_server(stock: Stock, open_encoder
     """It registers once it listens, is found healthy, serves, and takes its leave."""
     await asyncio.to_thread(stock.tokenizer.ask, op="bootstrap", port=unused_tcp_port)
     encoder = await open_encoder(
-        register_urls=(f"http://127.0.0.1:{unused_tcp_port}",), advertised_url=None, renew_period_s=0.0
+        register_urls=(f"http://127.0.0.1:{unused_tcp_port}",), advertised_url=None, renew_period_s=0.05
     )
 
     async def known() -> list[str]:
@@ -309,17 +320,9 @@ async def test_registration_with_the_bootstrap_server(stock: Stock, open_encoder
         await asyncio.sleep(0.05)
     await asyncio.sleep(0.3)
     assert len(await known()) == 1
-    await encoder.dialect._bootstrap.stop()
+    await encoder.dialect.withdraw()
     assert not await known()
 
 
-def _source(spec: dict[str, Any]) -> Any:
-    from preprocess.types import MediaSource
-
+def _source(spec: dict[str, Any]) -> MediaSource:
     return MediaSource(Modality.IMAGE, url_of(**spec))
-
-
-def test_what_is_loaded_is_the_wheels_own(stock: Stock) -> None:
-    for path in Path(wheel_modules()).rglob("*.py"):
-        assert path.stat().st_size or path.name == "__init__.py"
-    assert until
