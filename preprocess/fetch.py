@@ -234,6 +234,7 @@ class _Flight:
             raise MediaTooLarge(f"{host} announces {response.content_length} bytes, allowed are {max_bytes}")
         # Content-Type is not looked at: it is wrong too often, and the content says what it is.
         body = open_body(response.headers.get("Content-Encoding", ""), host=host, max_bytes=max_bytes)
+        _watch_for_end(response)
         async for chunk in response.content.iter_any():
             await body.feed(chunk)
         return body.finish()
@@ -266,9 +267,30 @@ class _Flight:
             case aiohttp.ClientOSError():
                 return MediaUnreachable(f"the connection to {host} broke off")
             case aiohttp.ClientResponseError():
-                return MediaUnreachable(f"{host} answers with something that is not HTTP")
+                return MediaUnreachable(
+                    f"{host} answers with something that is not HTTP, or with more than it announced"
+                )
             case _:
                 return MediaUnreachable(f"cannot fetch from {host}: {type(error).__name__}")
+
+
+def _watch_for_end(response: aiohttp.ClientResponse) -> None:
+    """Ends the body with its connection. The library tells no reader of a body that turns out malformed in its middle.
+
+    That is a chunk without a size, for example: the connection is closed, and who reads would wait until its deadline.
+    """
+    content, connection = response.content, response.connection
+    closed = None if connection is None or connection.protocol is None else connection.protocol.closed
+    if closed is None:
+        return
+
+    def ended(closed: asyncio.Future[None]) -> None:
+        # Looked at, so that nobody reports it as unseen.
+        error = closed.exception()
+        if not content.is_eof() and content.exception() is None:
+            content.set_exception(aiohttp.ClientPayloadError(f"the connection ended before the body: {error}"))
+
+    closed.add_done_callback(ended)
 
 
 def redirect_target(at: URL, location: str) -> URL:

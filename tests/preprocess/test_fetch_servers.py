@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import os
+import time
 import tracemalloc
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -312,6 +313,47 @@ async def test_answers_that_do_not_do(
         await fetcher.fetch(image(server.url("/liar")))
     # aiohttp words its errors with the URL, which may hold a token.
     assert "/liar" not in caught.value.message
+
+
+CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "hangs_up"),
+    [
+        # Malformed: known before the connection ends.
+        ([CHUNKED, b"zz\r\nabc"], False),
+        ([CHUNKED, b"zz\r\nabc"], True),
+        ([CHUNKED, b"5\r\nabcde\r\n", b"zz\r\nabc"], False),
+        ([CHUNKED, b"5\r\nabcde\r\n", b"zz\r\nabc"], True),
+        ([CHUNKED, b"5\r\nabcdefg\r\n"], False),
+        # Merely unfinished, until it ends.
+        ([CHUNKED, b"5\r\nabc"], True),
+        ([b"Content-Length: 5\r\n\r\n", b"abc"], True),
+    ],
+)
+async def test_a_body_that_goes_wrong_midway_ends_at_once(
+    server: MediaServer, fetcher: Fetcher, pieces: list[bytes], hangs_up: bool
+) -> None:
+    @server.script("/midway")
+    async def midway(call: Call) -> None:
+        await call.send(b"HTTP/1.1 200 OK\r\n" + pieces[0])
+        for piece in pieces[1:]:
+            # Long enough for the reader to have seen what came before.
+            await asyncio.sleep(0.05)
+            await call.send(piece)
+        if hangs_up:
+            await asyncio.sleep(0.05)
+            call.hang_up()
+        else:
+            await call.server.gate.wait()
+
+    begun_s = time.monotonic()
+    with pytest.raises(MediaUnreachable, match=r"before all bytes|not HTTP"):
+        await fetcher.fetch(image(server.url("/midway")))
+    # The limits here are several seconds.
+    assert time.monotonic() - begun_s < 2.0
+    server.gate.set()
 
 
 async def test_a_body_without_a_length_ends_with_the_connection(server: MediaServer, fetcher: Fetcher) -> None:
