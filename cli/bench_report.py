@@ -82,7 +82,7 @@ def _figure(value: float | None, unit: str) -> str:
     if unit == "s" and value < 1:
         value, unit = value * 1000, "ms"
     if unit == "hits":
-        return f"{value:.1%} {unit}"
+        return f"{value:.1%}"
     unit = {"req/s": "/s"}.get(unit, unit)
     return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
 
@@ -117,12 +117,15 @@ def _draw_ratios(axes: "Axes", title: str, rows: Sequence[Result]) -> None:
     axes.barh(range(len(rows)), [ratio - 1 for ratio in ratios], left=1, height=0.55, color=_OURS, label="ours")
     reaches = []
     for at, result in enumerate(rows):
+        # Beside the bar, and beside the limit where that would cross the words.
+        end = max(ratios[at], 1.0)
         if result.baseline is not None and result.limit is not None:
-            reaches.append(times_better(result.limit, result.baseline, result.case.unit))
-            axes.plot([reaches[-1]] * 2, [at - 0.38, at + 0.38], color=_LIMIT, linewidth=2.5)
+            reach = times_better(result.limit, result.baseline, result.case.unit)
+            reaches.append(reach)
+            axes.plot([reach] * 2, [at - 0.38, at + 0.38], color=_LIMIT, linewidth=2.5)
+            end = reach if end <= reach < 3 * end else end
         words = f"{ratios[at]:.2f}x  ({_figure(result.ours, result.case.unit)})"
-        place = (max(ratios[at], 1.0), at)
-        axes.annotate(words, place, xytext=(6, 0), textcoords="offset points", va="center", fontsize=9)
+        axes.annotate(words, (end, at), xytext=(6, 0), textcoords="offset points", va="center", fontsize=9)
     axes.plot([], [], color=_LIMIT, linewidth=2.5, label="limit")
     axes.axvline(1.0, color=_PLAIN, linewidth=1, linestyle="--", label="plain way")
     axes.set_yticks(range(len(rows)), [result.case.name for result in rows])

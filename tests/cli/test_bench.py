@@ -32,7 +32,7 @@ from cli.bench_case import (
     run_case,
     times_better,
 )
-from cli.bench_machine import Busyness, own_cpu_s, cpu_by_descendant, describe_machine, ffmpeg_version
+from cli.bench_machine import Busyness, cpu_by_descendant, describe_machine, ffmpeg_version, own_cpu_s
 from cli.bench_report import as_json, show, show_cases, write_plot
 from cli.load import ConfigError
 
@@ -156,10 +156,13 @@ def result(name: str = "media.some", *, ours: float = 0.5, unit: Any = "s", othe
 
 def test_the_table_fits_80_columns_and_tells_of_noise() -> None:
     console = Console(width=80, record=True, highlight=False, file=open("/dev/null", "w"))  # noqa: SIM115
-    show(console, [result("media.video_gop250_1fps_decode"), result("media.noisy", ours=123.0, unit="MB", others=0.4)])
+    others = [result("media.noisy", ours=123.0, unit="MB", others=0.4), result("media.hits", ours=0.4567, unit="hits")]
+    show(console, [result("media.video_gop250_1fps_decode"), result("media.rate", ours=17.5, unit="req/s"), *others])
     console.file.close()
     text = console.export_text()
-    assert max(map(len, text.splitlines()[:6])) <= 80
+    assert max(map(len, text.splitlines()[:8])) <= 80
+    assert re.search(r"rate +17.5 /s +2 /s +8.75x", text)
+    assert re.search(r"hits +45.7% +200.0% +0.23x", text)
     assert re.search(r"video_gop250_1fps_decode +500 ms +2 s +4.00x +250 ms +0.50 +1\b", text)
     assert "123 MB" in text
     assert "media.noisy: others took 40% of the machine" in text
