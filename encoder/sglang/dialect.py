@@ -13,7 +13,16 @@ from typing import Any, Final
 from encoder.errors import EncoderError, EncoderUnavailable
 from encoder.sglang.bootstrap import Bootstrap
 from encoder.sglang.config import SglangConfig
-from encoder.sglang.errors import BadRequest, CallerGone, DialectError, ReceiverUnreachable, TimedOut, dialect_error
+from encoder.sglang.errors import (
+    BadRequest,
+    CallerGone,
+    DialectError,
+    Overloaded,
+    ReceiverUnreachable,
+    TimedOut,
+    dialect_error,
+)
+from encoder.sglang.items import Item
 from encoder.sglang.message import Desk, Encoded, Hold, Writer
 from encoder.sglang.post import Post
 from encoder.sglang.receivers import Part, Receivers
@@ -23,6 +32,8 @@ from preprocess.errors import MediaError
 
 logger = logging.getLogger(__name__)
 
+# Media of one part that are encoded at a time: below what the desk takes from all parts together.
+_AT_ONCE: Final = 64
 _SWEEP_PERIOD_S: Final = 5.0
 # A receiver of failures has heard of them by HTTP as well, and may be gone for that reason.
 _NEWS_PATIENCE_S: Final = 3.0
@@ -113,9 +124,17 @@ class SglangDialect:
         """Take in one receiver; returns when its part is known. Raises DialectError."""
         await self._receivers.register(registration)
 
+    def refuse(self, req_id: str, error: DialectError) -> None:
+        """A call for this part came to nothing: its receivers, there or yet to come, are told."""
+        self._receivers.refuse(req_id, error)
+
     async def encode(self, call: EncodeCall) -> None:
         """Encode one part and push it; returns when every receiver's copy is on the network. Raises DialectError."""
-        part = self._receivers.open(call.part, call.endpoints, is_shared=call.is_shared)
+        try:
+            part = self._receivers.open(call.part, call.endpoints, is_shared=call.is_shared)
+        except Overloaded as error:
+            self.refuse(call.part.req_id, error)
+            raise
         try:
             await self._deliver(part, await self._encode(call))
         except (MediaError, EncoderError, DialectError) as error:
@@ -138,14 +157,15 @@ class SglangDialect:
             raise BadRequest(f"this model encodes no {modality}")
         # The rows must outlive the sending, and the lease ends at the deadline that the desk is given.
         deadline_unix_s = self._clock() + self.config.encode_timeout_s + 2 * self.config.send_timeout_s
-        tasks = [
-            asyncio.ensure_future(
-                self._desk.encode(
+        places = asyncio.Semaphore(_AT_ONCE)
+
+        async def encode(item: Item) -> Encoded:
+            async with places:
+                return await self._desk.encode(
                     item.source, asker=call.part.req_id, deadline_unix_s=deadline_unix_s, sha256=item.sha256
                 )
-            )
-            for item in call.items
-        ]
+
+        tasks = [asyncio.create_task(encode(item)) for item in call.items]
         try:
             async with asyncio.timeout(self.config.encode_timeout_s) as limit:
                 return list(await asyncio.gather(*tasks))

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from socket import SOCK_STREAM
 from typing import Final
 
 import zmq
@@ -29,6 +30,7 @@ _LOOK_S: Final = 0.02
 # A socket that is closed at once gives back memory within milliseconds.
 _GIVE_BACK_S: Final = 5.0
 _IDLE_S: Final = 300.0
+_LAST_S: Final = 1.0
 
 
 class _Line:
@@ -91,9 +93,9 @@ class Post:
         `hold` is taken until nothing reads the frames any more, also when the caller is cancelled. `is_shared` keeps
         the socket. `connect_timeout_s` shortens the configured one.
         """
-        line = self._line(endpoint, is_shared=is_shared)
-        line.num_users += 1
         patience_s = min(self._connect_timeout_s, connect_timeout_s or self._connect_timeout_s)
+        line = self._line(await _resolved(endpoint, patience_s), is_shared=is_shared)
+        line.num_users += 1
         parcel = _Parcel(line, frames, patience_s)
         drop = hold.take()
         carrying = asyncio.create_task(self._carry(parcel))
@@ -129,16 +131,17 @@ class Post:
                 line.end(_LINGER_MS)
 
     async def close(self) -> None:
-        """Close all sockets; what is on its way has the linger's seconds to arrive, and no longer."""
+        """Close all sockets; what is on its way has a second more."""
         if self._carrying:
-            await asyncio.wait(self._carrying, timeout=_LINGER_MS / 1000)
+            await asyncio.wait(self._carrying, timeout=_LAST_S)
         for line in self._lines.values():
             line.end(0)
         self._lines.clear()
         for carrying in self._carrying:
             carrying.cancel()
         await asyncio.gather(*self._carrying, return_exceptions=True)
-        self._context.destroy(linger=0)
+        # Waits for what lingers.
+        await asyncio.to_thread(self._context.destroy, 0)
 
     def _line(self, endpoint: str, *, is_shared: bool) -> _Line:
         line = self._lines.get(endpoint) if is_shared else None
@@ -155,7 +158,11 @@ class Post:
         # Messages queue on connections that exist: a receiver that is not there is an error, not a growing queue.
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.IPV6, 0 if _is_ipv4(endpoint) else 1)
-        socket.connect(endpoint)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise ReceiverUnreachable(f"the receiver at {endpoint} cannot be reached: {error}") from error
         return socket
 
     async def _carry(self, parcel: _Parcel) -> None:
@@ -216,6 +223,21 @@ async def _is_done(tracker: zmq.MessageTracker, timeout_s: float, is_over: Calla
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, _LOOK_S)
     return True
+
+
+async def _resolved(endpoint: str, timeout_s: float) -> str:
+    """The endpoint by address. ZeroMQ would look a name up itself, and everybody's messages would wait meanwhile."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if host.startswith("[") or _is_ipv4(endpoint):
+        return endpoint
+    try:
+        async with asyncio.timeout(timeout_s):
+            found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=SOCK_STREAM)
+    except OSError as error:
+        # A TimeoutError is one.
+        raise ReceiverUnreachable(f"the name of the receiver at {endpoint} does not resolve") from error
+    address = str(found[0][4][0])
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
 def _is_ipv4(endpoint: str) -> bool:

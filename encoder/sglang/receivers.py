@@ -17,6 +17,7 @@ from typing import Final
 from encoder.sglang.errors import BadRequest, DialectError, DuplicatePart, Overloaded, TimedOut
 from encoder.sglang.message import PartId
 from encoder.sglang.requests import Registration
+from preprocess.types import Modality
 
 # What is remembered of parts that ended; each takes a few hundred bytes.
 _MAX_ENDED: Final = 16384
@@ -123,14 +124,30 @@ class Receivers:
             raise Overloaded(f"{self._max_parts} parts are being encoded, the most at a time", retry_after_s=1.0)
         self._ended.pop(part_id.req_id, None)
         part = self._parts[part_id.req_id] = Part(part_id, endpoints, is_shared=is_shared)
-        for early in self._early.pop(part_id.req_id, []):
+        self._adopt(part)
+        return part
+
+    def _adopt(self, part: Part) -> None:
+        for early in self._early.pop(part.id.req_id, []):
+            if early.known.done():
+                # Its time is up, or its caller has gone, in this very moment.
+                continue
             try:
                 part.add(early.registration)
             except BadRequest as error:
                 early.known.set_exception(error)
             else:
                 early.known.set_result(None)
-        return part
+
+    def refuse(self, req_id: str, error: DialectError) -> None:
+        """Note a part whose call made no sense or came too many, so that its receivers hear why and wait no longer."""
+        if req_id in self._parts:
+            return
+        # Of a failure nothing is read but the id.
+        part = Part(PartId(req_id, 1, 0, Modality.IMAGE), None, is_shared=True)
+        self._parts[req_id] = part
+        self._adopt(part)
+        self.close(part, error)
 
     def close(self, part: Part, error: DialectError | None = None) -> None:
         """End a part; with an `error`, its receivers are told, and those that come later will be."""

@@ -80,17 +80,22 @@ def endpoint_of(host: str, port: int, config: SglangConfig) -> str:
     if not 1 <= port <= 65535:
         raise BadRequest(f"port is {port}, allowed is 1 to 65535")
     try:
-        address = ipaddress.ip_address(host.partition("%")[0])
+        address = ipaddress.ip_address(host)
     except ValueError:
         address = None
     if config.networks and (address is None or not any(address in network for network in config.networks)):
         raise BadRequest(f"{host[:80]!r} is not an address of the networks that embeddings may be pushed to")
-    if isinstance(address, ipaddress.IPv6Address):
+    if isinstance(address, ipaddress.IPv6Address) and _is_word(host.replace(":", "").replace("%", "")):
         return f"tcp://[{host}]:{port}"
-    letters = host.replace(".", "").replace("-", "").replace("_", "")
-    if address is None and not (letters.isascii() and letters.isalnum() and len(host) <= _MAX_HOST_CHARS):
+    if not _is_word(host):
         raise BadRequest(f"{host[:80]!r} is neither a host's name nor an address")
     return f"tcp://{host}:{port}"
+
+
+def _is_word(text: str) -> bool:
+    """Of what names, addresses and the zones of addresses are made of."""
+    letters = text.translate({ord(sign): None for sign in ".-_"})
+    return letters.isascii() and letters.isalnum() and len(text) <= _MAX_HOST_CHARS
 
 
 def _endpoints(body: Mapping[str, Any], config: SglangConfig) -> tuple[tuple[str, ...] | None, bool]:

@@ -43,7 +43,13 @@ class _Calls:
 
     async def encode(self, request: web.Request) -> web.Response:
         async def call(body: _Body) -> None:
-            await self._dialect.encode(read_encode(body, self._dialect.config))
+            req_id = read_id(body)
+            try:
+                part = read_encode(body, self._dialect.config)
+            except DialectError as error:
+                self._dialect.refuse(req_id, error)
+                raise
+            await self._dialect.encode(part)
 
         return await self._answer(request, call)
 

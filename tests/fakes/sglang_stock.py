@@ -19,6 +19,7 @@ import logging
 import os
 import queue
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -400,19 +401,28 @@ def serve_scheduler(scheduler: Scheduler) -> None:
             print(json.dumps(answer), flush=True)
 
 
+def wait_for(port: int) -> None:
+    """Until somebody listens there."""
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.02)
+
+
 def serve_tokenizer(module: Any, processor: Any) -> None:
     """The other backend, and whatever needs one process only."""
     receiver = module.MMReceiverHTTP(None, encode_urls=[])
     receiver.model_type = "mimo_v2"
-    bootstrap = None
     loop = asyncio.new_event_loop()
     for line in sys.stdin:
         command = json.loads(line)
         answer: object
         if command["op"] == "bootstrap":
-            bootstrap = module.EncoderBootstrapServer(
+            module.EncoderBootstrapServer(
                 "127.0.0.1", command["port"], urls=receiver.encode_urls, health_check_interval=0.05
             )
+            wait_for(command["port"])
             answer = None
         elif command["op"] == "urls":
             answer = receiver.encode_urls
@@ -429,8 +439,6 @@ def serve_tokenizer(module: Any, processor: Any) -> None:
                 receiver.encode_urls[:] = command["urls"]
             answer = loop.run_until_complete(every(command["requests"]))
         print(json.dumps(answer), flush=True)
-    if bootstrap is not None:
-        bootstrap.close()
 
 
 def main() -> None:
@@ -474,3 +482,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    # Threads and sockets of the wheel's would linger.
+    os._exit(0)

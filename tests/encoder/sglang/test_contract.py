@@ -437,17 +437,25 @@ FAULTS: list[tuple[dict[str, object], str]] = [
     ({"embedding_port": "5000"}, "embedding_port"),
     ({"embedding_port": 5000, "prefill_host": None}, "prefill_host"),
     ({"embedding_port": 5000, "prefill_host": "a b;ipc:///tmp/x"}, "host"),
+    ({"embedding_port": 5000, "prefill_host": "fe80::1%a;b"}, "host"),
+    ({"embedding_port": 5000, "prefill_host": "::1]:80"}, "host"),
 ]
 
 
 @pytest.mark.parametrize(("change", "word"), FAULTS)
-async def test_calls_that_make_no_sense(open_encoder: Opener, change: dict[str, object], word: str) -> None:
+async def test_calls_that_make_no_sense(
+    open_encoder: Opener, receivers: list[Receiver], change: dict[str, object], word: str
+) -> None:
     encoder = await open_encoder()
     status, answer = await encoder.post("/encode", part(url_of(**IMAGE)) | change)
     assert (status, answer["status"]) == (400, "error")
     assert word in answer["message"]
     assert not encoder.desk.sources
     await encoder.is_quiet()
+    if "req_id" not in change:
+        # Its receivers need not wait for a part that will not come.
+        assert (await encoder.post("/scheduler_receive_url", registration(receivers[0])))[0] == 200
+        assert (await receivers[0].receive()).header.error_msg == answer["message"]
 
 
 @pytest.mark.parametrize(
@@ -524,6 +532,25 @@ async def test_large_bodies_pass_the_framework(open_encoder: Opener, receivers: 
     async with encoder.session.post(encoder.url + "/encode", data=io.BytesIO(call.encode())) as response:
         assert response.status == 200
     assert (await receivers[0].receive()).header.grid == ((1, 4, 6),)
+
+
+async def test_receivers_may_be_named(open_encoder: Opener, receivers: list[Receiver]) -> None:
+    encoder = await open_encoder(connect_timeout_s=5.0)
+    call = part(url_of(**IMAGE), embedding_port=receivers[0].port, prefill_host="localhost")
+    assert (await encoder.post("/encode", call))[0] in (200, 504)
+    call = part(url_of(**IMAGE), name="b", embedding_port=receivers[0].port, prefill_host="no-such-host.invalid")
+    status, answer = await encoder.post("/encode", call)
+    assert status == 504
+    assert "does not resolve" in answer["message"]
+    await encoder.is_quiet()
+
+
+async def test_many_items_go_in_turns(open_encoder: Opener, receivers: list[Receiver]) -> None:
+    encoder = await open_encoder()
+    call = part([url_of(**OTHER, number=i) for i in range(300)], embedding_port=receivers[0].port)
+    assert (await encoder.post("/encode", call))[0] == 200
+    assert (await receivers[0].receive()).header.shape == (300, 8)
+    await encoder.is_quiet()
 
 
 async def test_health_is_quick_and_honest(open_encoder: Opener) -> None:
