@@ -1,7 +1,9 @@
 """The front as a process: settings to sockets, HTTP until a signal."""
 
 import asyncio
+import contextlib
 import logging
+import os
 import signal
 import sys
 from typing import Final
@@ -19,6 +21,7 @@ logger = logging.getLogger(__name__)
 _EXIT_REFUSED: Final = 2
 # The thread that answers probes waits for the interpreter's lock this long at most while another computes.
 _SWITCH_INTERVAL_S: Final = 0.001
+_NICENESS: Final = -10
 
 
 async def serve_front(config: FrontConfig, sglang: SglangConfig, stop: asyncio.Event) -> None:
@@ -49,5 +52,8 @@ def run_front(config: FrontConfig, sglang: SglangConfig) -> None:
             logger.error("the front cannot start: %s", " ".join(str(error).split()))
             sys.exit(_EXIT_REFUSED)
 
+    with contextlib.suppress(PermissionError):
+        # Where it may: whoever holds the interpreter's lock must not stand in line behind the decoders.
+        os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     uvloop.run(main())
