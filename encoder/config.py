@@ -222,6 +222,8 @@ class EncoderConfig:
     # Results depend in their last bits on the number of threads that share a matrix product, so the value is part of
     # what an embedding is: every process that must agree bit for bit uses the same one.
     tower_threads: int = 1
+    # Steps of the vision tower go through torch.compile: minutes at the start. Another rounding, like another thread.
+    compile: bool = False
     # Media decoded at once: by a thread each, or by a worker process each; see `DecodeSettings` for what follows.
     decode_threads: int = 2
     isolation: Isolation = "threads"
@@ -238,7 +240,7 @@ class EncoderConfig:
     max_batch_patches: int = 32_768
     max_batch_mel_frames: int = 24_000
     max_batch_jobs: int = 64
-    # Media of a batch run one after another (see `runner`), so waiting for company gains nothing while the tower idles.
+    # What arrives while the tower works is the next batch anyway; waiting longer fills tiles at the price of latency.
     max_batch_wait_s: float = 0.0
     # Requests admitted and not yet replied to; one more is refused with 503.
     max_pending: int = 256

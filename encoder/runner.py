@@ -1,18 +1,21 @@
 """Runs towers on decoded media: forward, write the rows of each job where its medium wants them.
 
 Embeddings are compared byte for byte (they decide prefix-cache reuse, and `mimo encode` must give what a server
-gives), but a matrix product may round differently with its number of rows: on the CPU, packing several media into one
-fp32 pass changed last bits in measurements. So every job of a batch runs by itself, in passes that depend on nothing
-but the medium: a video's temporal slices in runs of a fixed number of patches, a sound's segments one by one. A medium
-may come in parts, each a job of its own: a part is whole passes, so that the rows are the same however it is cut.
-The number of threads also matters and is fixed per process. What the batch still saves is queueing: all forwards are
-issued before the first result is copied out, so a GPU does not wait for the host in between; and pictures that come as
-pixels are resized and cut together.
+gives), but a matrix product may round differently with its number of rows. So towers compute in tiles of a fixed
+number of rows (`encoder.towers.products`): then a medium's rows do not depend on what shares the pass, and media of a
+batch are packed into common passes, where small ones no longer pay for half-empty tiles and for every step of the tower
+anew. That it is so is tested, and checked once when towers are loaded; should a machine's kernels fail the check, every
+medium runs by itself there, which is logged and counted (`num_refused_packing`).
+
+A medium may come in parts, each a job of its own: a part is whole slices, so that the rows are the same however it is
+cut. The number of threads also matters and is fixed per process. All forwards of a batch are issued before the first
+result is copied out, so a GPU does not wait for the host in between; and pictures that come as pixels are resized and
+cut together.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,15 +27,17 @@ from encoder.batcher import Lane
 from encoder.cache.arena import checksum
 from encoder.config import EncoderConfig
 from encoder.errors import TowerFailed
+from encoder.towers.serving import ServingTowers
 from encoder.towers.weights import Towers, load_towers
 from preprocess.device import patches_on
 from preprocess.types import MediaKey, MediaLayout, MediaPart, MelFrames, Modality, Patches, Pixels
 
 logger = logging.getLogger(__name__)
 
-# Patches of one vision pass, and of one part of a video. A constant, not a setting: it decides which slices of a video
-# share a matrix product.
+# Patches of one vision pass, and of one part of a video: bounds the memory of a pass.
 PASS_PATCHES = 16_384
+# Mel frames of one audio pass, unless one sound is longer.
+PASS_MEL_FRAMES = 24_000
 
 
 @dataclass(slots=True, eq=False)
@@ -107,8 +112,16 @@ class TowerJob:
 class TowerRunner:
     """Owns the towers and the one thread that uses them."""
 
-    def __init__(self, towers: Towers, *, dtype: torch.dtype, device: str = "cpu", num_threads: int = 1) -> None:
-        """Raises ValueError for a checkpoint without towers."""
+    def __init__(
+        self,
+        towers: Towers,
+        *,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        num_threads: int = 1,
+        compiled: bool = False,
+    ) -> None:
+        """Raises ValueError for a checkpoint without towers, and for `compiled` where torch.compile does not work."""
         width = towers.out_hidden_size
         if width is None:
             raise ValueError("the checkpoint has neither a vision nor an audio tower")
@@ -117,7 +130,10 @@ class TowerRunner:
         self.row_bytes = width * dtype.itemsize
         self._torch_dtype = dtype
         self._device = torch.device(device)
-        self._towers = towers
+        self._towers = ServingTowers(towers, compiled=compiled)
+        self.num_passes = 0
+        self.num_refused_packing = 0
+        """1 where media of a pass would change each other's last bits, so that each runs by itself."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tower")
         if self._device.type == "cuda":
             # Codes of sounds are an argmax: convolutions with shortened mantissas would choose others than the CPU.
@@ -126,6 +142,14 @@ class TowerRunner:
         self._thread.submit(_use_threads, num_threads).result()
         # The setting also becomes the default of threads torch has not met yet: give those back what they had.
         torch.set_num_threads(num_threads_elsewhere)
+        try:
+            self._thread.submit(self._check_packing).result()
+        except RuntimeError as error:
+            self.close()
+            if not compiled:
+                raise
+            why = str(error).strip().splitlines() or [type(error).__name__]
+            raise ValueError(f"encoder.compile is true, but torch.compile does not work here: {why[0]}") from error
 
     @classmethod
     def load(cls, model_dir: Path, config: EncoderConfig) -> "TowerRunner":
@@ -133,13 +157,24 @@ class TowerRunner:
         dtype: torch.dtype = getattr(torch, config.dtype)
         _require_device(config.device)
         towers = load_towers(model_dir, dtype, config.device)
-        return cls(towers, dtype=dtype, device=config.device, num_threads=config.tower_threads)
+        return cls(
+            towers,
+            dtype=dtype,
+            device=config.device,
+            num_threads=config.tower_threads,
+            compiled=config.compile,
+        )
 
     @property
     def modalities(self) -> tuple[Modality, ...]:
         """What the checkpoint's towers can encode."""
         vision = (Modality.IMAGE, Modality.VIDEO) if self._towers.vision is not None else ()
-        return (*vision, Modality.AUDIO) if self._towers.audio_encoder is not None else vision
+        return (*vision, Modality.AUDIO) if self._towers.hears else vision
+
+    @property
+    def packs(self) -> bool:
+        """Whether media share passes."""
+        return not self.num_refused_packing
 
     async def run(self, jobs: Sequence[TowerJob]) -> list[TowerFailed | None]:
         """Encode a batch: per job None, or why this one failed. The last job of a medium sets its rows' checksum."""
@@ -153,12 +188,37 @@ class TowerRunner:
         """Wait for a running batch and end the thread."""
         self._thread.shutdown(wait=True)
 
+    def _check_packing(self) -> None:
+        with torch.inference_mode():
+            if not self._towers.keep_media_apart():
+                self.num_refused_packing = 1
+                logger.warning("media of one pass change each other's last bits on this machine: each runs by itself")
+
     def _run(self, jobs: Sequence[TowerJob]) -> list[TowerFailed | None]:
         with torch.inference_mode():
             patches = self._cut(jobs)
-            # Each tensor of patches goes as soon as it has been used.
-            computed = [self._guarded_rows(job, patches.pop(0)) for job in jobs]
-            return [self._write(rows, job) for rows, job in zip(computed, jobs, strict=True)]
+            computed: dict[int, Tensor | TowerFailed] = {}
+            for pack in self._packs_of(jobs):
+                # Each tensor of patches goes as soon as it has been used.
+                taken = [patches[index] for index in pack]
+                patches = [None if index in pack else tensor for index, tensor in enumerate(patches)]
+                computed |= zip(pack, self._rows_of_pack([jobs[index] for index in pack], taken), strict=True)
+            return [self._write(computed[index], job) for index, job in enumerate(jobs)]
+
+    def _packs_of(self, jobs: Sequence[TowerJob]) -> Iterator[list[int]]:
+        """Which jobs share a pass, by index; a job that is larger than a pass is by itself."""
+        limits = {Lane.VISION: PASS_PATCHES, Lane.AUDIO: PASS_MEL_FRAMES}
+        for lane, limit in limits.items():
+            pack: list[int] = []
+            for index, job in enumerate(jobs):
+                if job.lane is not lane:
+                    continue
+                if pack and (not self.packs or sum(jobs[other].cost for other in pack) + job.cost > limit):
+                    yield pack
+                    pack = []
+                pack.append(index)
+            if pack:
+                yield pack
 
     def _cut(self, jobs: Sequence[TowerJob]) -> list[Tensor | None]:
         """For each job that has pixels, its patches; those of the batch are made together."""
@@ -173,12 +233,23 @@ class TowerRunner:
             return [None] * len(jobs)
         return [next(made) if isinstance(job.source, Pixels) else None for job in jobs]
 
+    def _rows_of_pack(self, jobs: Sequence[TowerJob], patches: Sequence[Tensor | None]) -> list[Tensor | TowerFailed]:
+        if len(jobs) > 1:
+            try:
+                return [self._checked(rows, job) for rows, job in zip(self._rows(jobs, patches), jobs, strict=True)]
+            except Exception:
+                # One may be at fault, or their size together: each gets a pass of its own.
+                logger.exception("a pass of %d media failed", len(jobs))
+        return [self._guarded_rows(job, tensor) for job, tensor in zip(jobs, patches, strict=True)]
+
     def _guarded_rows(self, job: TowerJob, patches: Tensor | None) -> Tensor | TowerFailed:
         try:
-            rows = self._rows(job, patches)
+            return self._checked(self._rows([job], [patches])[0], job)
         except Exception as error:
             logger.exception("the tower failed on %s", job.rows.key)
             return TowerFailed(f"the tower failed: {error}")
+
+    def _checked(self, rows: Tensor, job: TowerJob) -> Tensor | TowerFailed:
         expected = (job.num_rows, self.width)
         if tuple(rows.shape) != expected:
             return TowerFailed(f"the tower made {list(rows.shape)} rows, the layout says {list(expected)}")
@@ -186,39 +257,40 @@ class TowerRunner:
             return TowerFailed(f"the tower made rows past the {job.rows.layout.num_rows} of the layout")
         return rows
 
-    def _rows(self, job: TowerJob, patches: Tensor | None) -> Tensor:
-        source = job.source
-        match source:
-            case Sound():
-                sound = self._audio_rows(source.mel)
-                slices = [sound[start : start + length] for start, length in source.slices]
-                return torch.cat(slices) if slices else sound
+    def _rows(self, jobs: Sequence[TowerJob], patches: Sequence[Tensor | None]) -> list[Tensor]:
+        """Of jobs of one lane: several that fit a pass, or one of any size."""
+        sounds = [job.source for job in jobs if isinstance(job.source, Sound)]
+        if sounds:
+            self.num_passes += 1
+            made = self._towers.rows_of_sounds([torch.tensor(sound.mel.log_mel).to(self._device) for sound in sounds])
+            return [_kept(rows, sound.slices) for rows, sound in zip(made, sounds, strict=True)]
+        pictures = [self._patches(job, tensor) for job, tensor in zip(jobs, patches, strict=True)]
+        grids = [job.source.grid_thw for job in jobs if not isinstance(job.source, Sound)]
+        if len(jobs) > 1:
+            self.num_passes += 1
+            return self._towers.rows_of_pictures([picture.to(self._device) for picture in pictures], grids)
+        return [self._rows_in_passes(pictures[0], grids[0])]
+
+    def _patches(self, job: TowerJob, patches: Tensor | None) -> Tensor:
+        match job.source:
             case Patches():
                 # torch.tensor copies into aligned memory; kernels may round differently for another alignment.
-                return self._vision_rows(lambda rows: torch.tensor(source.pixel_values[rows]), source.grid_thw)
+                return torch.tensor(job.source.pixel_values)
             case Pixels():
-                pixels = patches if patches is not None else patches_on([source], self._device)[0]
-                return self._vision_rows(lambda rows: pixels[rows], source.grid_thw)
+                return patches if patches is not None else patches_on([job.source], self._device)[0]
+            case Sound():
+                raise TypeError("a sound has no patches")
 
-    def _vision_rows(self, patches: Callable[[slice], Tensor], grid_thw: tuple[int, int, int]) -> Tensor:
-        """`patches` gives those of a pass."""
-        assert self._towers.vision is not None, "admission refuses modalities without a tower"
+    def _rows_in_passes(self, patches: Tensor, grid_thw: tuple[int, int, int]) -> Tensor:
         t, h, w = grid_thw
-        pairs_per_pass = max(1, PASS_PATCHES // (h * w))
+        pairs_per_pass = max(1, PASS_PATCHES // max(1, h * w))
         parts = []
         for start in range(0, t, pairs_per_pass):
             stop = min(t, start + pairs_per_pass)
-            pixels = patches(slice(start * h * w, stop * h * w)).to(self._device)
-            parts.append(self._towers.vision(pixels, [(stop - start, h, w)]))
+            chosen = patches[start * h * w : stop * h * w] if (start, stop) != (0, t) else patches
+            self.num_passes += 1
+            parts += self._towers.rows_of_pictures([chosen.to(self._device)], [(stop - start, h, w)])
         return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-    def _audio_rows(self, mel: MelFrames) -> Tensor:
-        tokenizer, encoder = self._towers.audio_tokenizer, self._towers.audio_encoder
-        if tokenizer is None or encoder is None:
-            raise ValueError("the checkpoint has no audio tower")
-        codes = tokenizer.encode(torch.tensor(mel.log_mel).to(self._device))
-        rows: Tensor = encoder([codes])
-        return rows
 
     def _write(self, computed: Tensor | TowerFailed, job: TowerJob) -> TowerFailed | None:
         if isinstance(computed, TowerFailed):
@@ -231,6 +303,10 @@ class TowerRunner:
         if rows.num_missing == 0:
             rows.checksum = checksum(rows.destination)
         return None
+
+
+def _kept(rows: Tensor, slices: Sequence[tuple[int, int]]) -> Tensor:
+    return torch.cat([rows[start : start + length] for start, length in slices]) if slices else rows
 
 
 def _require_device(name: str) -> None:

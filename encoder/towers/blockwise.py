@@ -120,15 +120,15 @@ def band_attention(
     if sinks_KG is not None and form == "denominator":
         for number in range(blocks.num_blocks):
             mask = blocks.outer.get(number, blocks.middle)
-            chosen = (x[:, number].unflatten(0, (num_sequences, num_heads)) for x in (q, k, v))
-            out[:, number] = _with_denominator(*chosen, mask, sinks_KG).flatten(0, 1)
+            one = [torch.unflatten(x[:, number], 0, (num_sequences, num_heads)) for x in (q, k, v)]
+            out[:, number] = _with_denominator(one[0], one[1], one[2], mask, sinks_KG).flatten(0, 1)
         return out.view(q_BKMD.shape)
     for number, mask in blocks.outer.items():
-        chosen = (x[:, number].unflatten(0, (num_sequences, num_heads)) for x in (q, k, v))
+        one = [torch.unflatten(x[:, number], 0, (num_sequences, num_heads)) for x in (q, k, v)]
         key_0 = blocks.band.left - number * blocks.block
-        if sinks_KG is not None and 0 <= key_0:
+        if sinks_KG is not None and key_0 >= 0:
             mask = _sunk(mask, key_0, sinks_KG)
-        out[:, number] = F.scaled_dot_product_attention(*chosen, attn_mask=mask).flatten(0, 1)
+        out[:, number] = F.scaled_dot_product_attention(one[0], one[1], one[2], attn_mask=mask).flatten(0, 1)
     middle = slice(*_middle(blocks))
     if middle.start < middle.stop:
         out[:, middle] = F.scaled_dot_product_attention(

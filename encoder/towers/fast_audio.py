@@ -21,7 +21,7 @@ from encoder.config import AudioConfig, AudioTokenizerConfig
 from encoder.towers import products
 from encoder.towers.audio import AudioEncoder, AudioTokenizer, LocalLayer, QuantizerLevel, TokenizerLayer
 from encoder.towers.blockwise import Band, Blocks, band_attention, make_blocks, whole_attention
-from encoder.towers.layers import rotary_tables
+from encoder.towers.layers import RmsNorm, rotary_tables
 from encoder.towers.products import (
     Activation,
     Linear,
@@ -183,7 +183,8 @@ class FastTokenizer:
             start += length
         x = self._convolved(pieces, self._pool, kernel=config.pool, stride=config.pool, padding=0)
         codes = torch.cat([self._codes(self._pooled_norm(x[rows])) for rows in tiles(x.shape[0], self.tile)])
-        return list(torch.split(codes[: sum(len(p) // config.pool for p in pieces)], [len(p) // config.pool for p in pieces]))
+        counts = [len(piece) // config.pool for piece in pieces]
+        return list(torch.split(codes[: sum(counts)], counts))
 
     def _cut(self, x: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         lengths = [len(segment) for segment in like]
@@ -228,9 +229,9 @@ class FastTokenizer:
             )
             out = band_attention(q, k, v, blocks, None, "key0")[:, :, : group.length]
         elif blocks:
-            out = F.scaled_dot_product_attention(*parts, is_causal=True)
+            out = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
         else:
-            out = whole_attention(*parts)
+            out = whole_attention(parts[0], parts[1], parts[2])
         mixed[chosen].view(group.num_segments, group.length, heads, -1).copy_(out.transpose(1, 2))
 
     def _codes(self, x: Tensor) -> Tensor:
@@ -303,7 +304,7 @@ class FastAudioEncoder:
         self._tables = tables
         local = encoder.input_local_transformer
         self._layers = [_Local.of(cast(LocalLayer, layer), packed=packed) for layer in local.layers]
-        self._post_norm = local.norm.weight.detach() if config.add_post_norm else None
+        self._post_norm = local.norm.weight.detach() if isinstance(local.norm, RmsNorm) else None
         linears = [part for part in encoder.projection.mlp if isinstance(part, nn.Linear)]
         self._projection = [(products.pack_linear(part, packed=packed), part.out_features) for part in linears]
         cos, sin = rotary_tables(config.group_size, config.rotary_dim, config.rope_theta, self.device)

@@ -217,8 +217,8 @@ class FastVision:
         source = group.units(qkv, slices, by_columns=by_columns)
         units = source.shape[1:4]
         q, k, v = (
-            part.unflatten(-1, (num_kv, -1)).permute(0, 4, 1, 2, 3, 5)
-            for part in source.split((config.num_heads * head_dim, *[num_kv * head_dim] * 2), dim=-1)
+            torch.unflatten(part, -1, (num_kv, -1)).permute(0, 4, 1, 2, 3, 5)
+            for part in torch.split(source, [config.num_heads * head_dim, num_kv * head_dim, num_kv * head_dim], dim=-1)
         )
         queries = self._space.placed("q", (num_slices, num_kv, num_queries, groups * head_dim), 0, q)
         keys = self._space.placed("k", (num_slices, num_kv, num_keys, head_dim), before, k)
@@ -229,8 +229,8 @@ class FastVision:
         else:
             out = band_attention(flat, keys, values, blocks, block.sinks, config.sink_form)
         # [B, K, S, G * D] to the rows' [B, U, V, 4, K, G * D].
-        out = out.reshape(queries.shape)[:, :, :length].unflatten(2, units).permute(0, 2, 3, 4, 1, 5)
-        group.units(mixed, slices, by_columns=by_columns).unflatten(-1, (num_kv, -1)).copy_(out)
+        out = torch.unflatten(out.reshape(queries.shape)[:, :, :length], 2, units).permute(0, 2, 3, 4, 1, 5)
+        torch.unflatten(group.units(mixed, slices, by_columns=by_columns), -1, (num_kv, -1)).copy_(out)
 
     def _merged(self, x: Tensor) -> Tensor:
         """`[P, C]` -> rows of whole tiles of units."""

@@ -45,7 +45,7 @@ def tile_rows(width: int, device: torch.device) -> int:
 
 def should_pack(width: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether oneDNN's packed products are there, and worth the dozen microseconds more that a call costs."""
-    if device.type != "cpu" or width < WIDE_FROM or not torch.backends.mkldnn.is_available():
+    if device.type != "cpu" or width < WIDE_FROM or not torch._C._has_mkldnn:
         return False
     return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 

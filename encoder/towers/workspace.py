@@ -32,5 +32,5 @@ class Workspace:
         stop = before + units.numel()
         room[:, :, :before] = 0
         room[:, :, stop:] = 0
-        room[:, :, before:stop].unflatten(2, units).copy_(content)
+        torch.unflatten(room[:, :, before:stop], 2, units).copy_(content)
         return room

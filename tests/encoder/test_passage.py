@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from encoder import passage as passage_module
@@ -37,19 +38,18 @@ class Tower:
         self.gate = threading.Event()
         self.gate.set()
         self.fail_at: int | None = None
-        tower = peer.server._runner._towers.vision
-        assert tower is not None
-        tower.register_forward_pre_hook(self._enter)
-        tower.register_forward_hook(self._leave)
+        self._towers = peer.server._runner._towers
+        self._rows_of_pictures = self._towers.rows_of_pictures
+        self._towers.rows_of_pictures = self._run  # type: ignore[method-assign]
 
-    def _enter(self, *_: Any) -> None:
+    def _run(self, *pictures: Any) -> list[torch.Tensor]:
         assert self.gate.wait(20)
         if self.num_passes == self.fail_at:
             raise RuntimeError("out of memory, say")
-
-    def _leave(self, *_: Any) -> None:
+        rows = self._rows_of_pictures(*pictures)
         self.num_passes += 1
         self.ran.set()
+        return rows
 
 
 @asynccontextmanager
