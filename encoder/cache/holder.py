@@ -19,10 +19,16 @@ class Process:
     started_ticks: int
 
     @classmethod
+    def of(cls, pid: int) -> "Process | None":
+        """The process that has this number now; None if nobody has."""
+        words = _stat(pid)
+        return None if words is None else cls(pid, int(words[_START_TIME]))
+
+    @classmethod
     def current(cls) -> "Process":
-        words = _stat(os.getpid())
-        assert words is not None, "this process lives"
-        return cls(os.getpid(), int(words[_START_TIME]))
+        me = cls.of(os.getpid())
+        assert me is not None, "this process lives"
+        return me
 
     @property
     def is_alive(self) -> bool:

@@ -1,7 +1,9 @@
 """The embedding cache: one store's promises, several stores on one arena against the plain one, and many processes."""
 
 import contextlib
+import os
 import sqlite3
+import subprocess
 import uuid
 from collections.abc import Iterator
 
@@ -151,6 +153,23 @@ def test_together_is_all_or_nothing(store: EmbeddingStore, other: EmbeddingStore
     assert store.usage().free_bytes == NUM_PAGES * PAGE_BYTES
 
 
+def test_transactions_of_two_stores_never_overlap(store: EmbeddingStore, other: EmbeddingStore) -> None:
+    with store.together():
+        with pytest.raises(EncoderBusy):
+            other.tidy()
+        assert store.lookup(MediaKey("a")) is None
+    other.tidy()
+
+
+def test_content_that_another_began_to_overwrite_is_gone(store: EmbeddingStore) -> None:
+    put(store, "a", 2)
+    entry = store.lookup(MediaKey("a"))
+    assert entry is not None
+    store._segment.view(entry.extent, 1)[:] = b"!"
+    with pytest.raises(KeyError):
+        store.content(MediaKey("a"))
+
+
 def test_room_of_a_dead_process_is_reclaimed_and_its_rows_stay(arena: str) -> None:
     alive = {Process(1, 1), Process(2, 2)}
     first, second = (
@@ -180,6 +199,17 @@ def test_a_live_process_is_told_from_a_later_one_with_its_number() -> None:
     assert me.is_alive
     assert not Process(me.pid, me.started_ticks - 1).is_alive
     assert not Process(2**22 + 1, 1).is_alive
+
+
+def test_a_process_that_ended_is_dead_before_its_parent_waits() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        found = Process.of(child.pid)
+        assert found is not None
+        assert found.is_alive
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert not found.is_alive
+    assert Process.of(child.pid) is None
 
 
 def test_a_locked_arena_is_busy_soon_and_nothing_is_lost(
