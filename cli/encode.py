@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from cli.encode_inputs import Input, check_names, check_places, find_inputs
-from cli.encode_outputs import SUFFIX, FileTree, Output, OutputFailed, PackedFile, ShardLimits, Shards
-from cli.encode_records import RecordPaths, Records
+from cli.encode_outputs import SUFFIX, FileTree, Output, PackedFile, ShardLimits, Shards
+from cli.encode_records import OutputFailed, RecordPaths, Records
 from cli.encode_report import Report, tell_failure
 from cli.encode_run import End, Run
 from cli.encode_sources import Sources
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _INTERRUPTED = 130
 """The exit code by which shells know it."""
+_MAX_TOWERS = 4
+"""Unless more are asked for: a large model's weights take memory each time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +116,13 @@ def encode(
         bool | None, typer.Option(help="Require, or leave out, the sound of a video; by default it is used if there.")
     ] = None,
     video_backend: Annotated[VideoBackend, typer.Option(help="What decodes videos.")] = "pyav",
-    threads: Annotated[int | None, typer.Option(help="CPU threads of the tower.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads of a tower; other numbers may give other last bits.")
+    ] = None,
+    towers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Towers at work, each with weights of its own; by default one per CPU, up to 4."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per file on standard output, and a summary last.")
     ] = False,
@@ -183,7 +191,8 @@ def encode(
         limits=FetchLimits(allow_private_addresses=allow_private_addresses),
     )
     _check_plan(plan, out)
-    _run(plan, config, model=model, threads=threads, as_json=as_json)
+    num_towers = towers or _num_towers(device, threads)
+    _run(plan, config, model=model, threads=threads, num_towers=num_towers, as_json=as_json)
 
 
 def _encoder_config(device: str, dtype: str, video_backend: VideoBackend, concurrency: int) -> EncoderConfig:
@@ -197,6 +206,13 @@ def _encoder_config(device: str, dtype: str, video_backend: VideoBackend, concur
         video_backend=video_backend,
         decode_threads=num_decoders,
     )
+
+
+def _num_towers(device: str, threads: int | None) -> int:
+    """A GPU is kept busy by one."""
+    if device != "cpu":
+        return 1
+    return max(1, min(_MAX_TOWERS, (os.cpu_count() or 1) // (threads or EncoderConfig().tower_threads)))
 
 
 def _default_target(inputs: list[Input]) -> Path:
@@ -239,7 +255,9 @@ def _check_target(target: Path, inputs: list[Path]) -> None:
         raise ConfigError(f"--out {path_text(target)}: directory {path_text(target.parent)} cannot be written to")
 
 
-def _run(plan: _Plan, config: EncoderConfig, *, model: str, threads: int | None, as_json: bool) -> None:
+def _run(
+    plan: _Plan, config: EncoderConfig, *, model: str, threads: int | None, num_towers: int, as_json: bool
+) -> None:
     model_dir, model_name = resolve_model(model)
     end: End = "interrupted"
     try:
@@ -251,7 +269,7 @@ def _run(plan: _Plan, config: EncoderConfig, *, model: str, threads: int | None,
     try:
         with report:
             output = _open_output(plan, workspace, records)
-            encoder = _open_encoder(model_dir, config, threads)
+            encoder = _open_encoder(model_dir, config, threads, min(num_towers, len(plan.inputs)))
             report.begin()
             run = Run(
                 encoder,
@@ -295,12 +313,12 @@ def _open_output(plan: _Plan, workspace: Workspace, records: Records) -> Output:
     return FileTree(plan.target, workspace, records, overwrite=plan.overwrite)
 
 
-def _open_encoder(model_dir: Path, config: EncoderConfig, threads: int | None) -> "LocalEncoder":
+def _open_encoder(model_dir: Path, config: EncoderConfig, threads: int | None, num_towers: int) -> "LocalEncoder":
     """Raises ConfigError."""
     from encoder import LocalEncoder
 
     try:
-        return LocalEncoder(model_dir, config, threads=threads)
+        return LocalEncoder(model_dir, config, threads=threads, num_towers=num_towers)
     except BackendUnavailable as error:
         raise ConfigError(str(error)) from error
     except (ValueError, OSError) as error:

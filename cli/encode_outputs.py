@@ -16,7 +16,7 @@ from typing import Final, Protocol
 import msgspec
 
 from cli.encode_inputs import Input
-from cli.encode_records import Failure, Records
+from cli.encode_records import Failure, OutputFailed, Records
 from cli.encode_volumes import (
     About,
     HeaderTooLarge,
@@ -38,10 +38,6 @@ ContentId = tuple[str, str]
 # A name that the file system does not take is the fault of one input.
 _FAULTS_OF_NAMES: Final = frozenset({errno.ENAMETOOLONG, errno.EILSEQ, errno.EISDIR, errno.ENOTDIR})
 _SHARD: Final = re.compile(r"shard-(\d{5,})\.safetensors")
-
-
-class OutputFailed(Exception):
-    """Nothing more can be written; what is done is kept."""
 
 
 class Output(Protocol):
@@ -178,7 +174,7 @@ class PackedFile(_Spooled):
             else:
                 self._records.done(item, about_for(item, outcome.about), self._target, item.name)
         if self.is_written or whole:
-            _publish(self._records)
+            self._records.publish()
         else:
             self._records.close()
 
@@ -233,7 +229,7 @@ class Shards(_Spooled):
         for item, outcome in self._lines:
             if isinstance(outcome, Failure):
                 self._records.failed(item, outcome)
-        _publish(self._records)
+        self._records.publish()
         if whole:
             self._workspace.clear()
 
@@ -313,7 +309,7 @@ class FileTree:
             self._records.done(item, outcome.about, self._place(item), outcome.name)
 
     def finish(self, *, whole: bool) -> None:
-        _publish(self._records)
+        self._records.publish()
 
     def _place(self, item: Input) -> Path:
         return self._directory / f"{item.place}{SUFFIX}"
@@ -362,10 +358,3 @@ def _begins_with(path: Path, header: bytes) -> bool:
             return file.read(len(header)) == header
     except (NotAVolume, OSError):
         return False
-
-
-def _publish(records: Records) -> None:
-    try:
-        records.publish()
-    except OSError as error:
-        raise OutputFailed(f"cannot write the index: {error.strerror or error}") from error

@@ -1,5 +1,6 @@
 """What is told of each input, in the order of the inputs: index.jsonl, failed.jsonl, and lines on standard output."""
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -15,6 +16,10 @@ from cli.media_files import path_text
 
 # Of warnings and of failures, so many are kept to be told on the terminal at the end.
 MAX_TOLD: Final = 20
+
+
+class OutputFailed(Exception):
+    """Nothing more can be written; what is done is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +96,18 @@ class Records:
             self._say(json.dumps({"file": item.label, "error": failure.reason}))
 
     def publish(self) -> None:
-        """Moves the files into place; without failures, none tells of any. Raises OSError."""
+        """Moves the files into place; without failures, none tells of any. Raises OutputFailed."""
         if self._paths is None:
             return
-        for path in (self._paths.index, self._paths.failed):
+        try:
+            self._publish(self._paths)
+        except OSError as error:
+            raise _index_failed(error) from error
+
+    def _publish(self, paths: RecordPaths) -> None:
+        for path in (paths.index, paths.failed):
             self._file(path).close()
-            if path == self._paths.failed and not self.totals.num_failed:
+            if path == paths.failed and not self.totals.num_failed:
                 self._partial(path).unlink()
                 path.unlink(missing_ok=True)
             else:
@@ -106,7 +117,9 @@ class Records:
     def close(self) -> None:
         """Gives up what is not in place."""
         for path, file in self._files.items():
-            file.close()
+            # A full disk refuses what is still buffered.
+            with contextlib.suppress(OSError):
+                file.close()
             self._partial(path).unlink(missing_ok=True)
         self._files = {}
 
@@ -123,4 +136,11 @@ class Records:
         return {"input": item.label} | ({} if item.id is None else {"id": item.id})
 
     def _write(self, path: Path, line: dict[str, Any]) -> None:
-        self._file(path).write(msgspec.json.encode(line) + b"\n")
+        try:
+            self._file(path).write(msgspec.json.encode(line) + b"\n")
+        except OSError as error:
+            raise _index_failed(error) from error
+
+
+def _index_failed(error: OSError) -> OutputFailed:
+    return OutputFailed(f"cannot write the index: {error.strerror or error}")

@@ -14,8 +14,8 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Final, Literal, Self
 
 from cli.encode_inputs import Input
-from cli.encode_outputs import ContentId, Output, OutputFailed, about_for, is_fault_of_name
-from cli.encode_records import Failure
+from cli.encode_outputs import ContentId, Output, about_for, is_fault_of_name
+from cli.encode_records import Failure, OutputFailed
 from cli.encode_sources import Sources, modality_of_content
 from cli.encode_volumes import About, RowsDamaged, Stored
 from encoder.errors import TowerFailed
@@ -71,14 +71,15 @@ class Run:
         pending: deque[tuple[Input, Future[Outcome]]] = deque()
         workers = ThreadPoolExecutor(concurrency, thread_name_prefix="file")
         with _Interrupts(self._stopping) as interrupts:
+            is_through = False
             try:
                 self._work(coming, pending, workers, interrupts)
-            except OutputFailed:
-                self._stopping.set()
-                raise
+                is_through = not self._stopping.is_set()
             finally:
                 # First of all what is under way ends: whoever interrupts does not wait for it.
-                workers.shutdown(wait=False, cancel_futures=self._stopping.is_set())
+                if not is_through:
+                    self._stopping.set()
+                workers.shutdown(wait=False, cancel_futures=not is_through)
                 self._encoder.close()
                 self._sources.close()
                 workers.shutdown()

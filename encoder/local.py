@@ -4,7 +4,9 @@ import asyncio
 import threading
 import time
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -57,10 +59,18 @@ class LocalEncoder:
     """The towers of one checkpoint for synchronous callers. `threads` replaces `tower_threads` of the config.
 
     Any number of threads may call `encode` at once; then the next medium is decoded while the tower works on this one,
-    `decode_threads` of them at a time.
+    `decode_threads` of them at a time. `num_towers` work on a medium each, with weights of their own; rows are the same
+    whichever makes them.
     """
 
-    def __init__(self, model_dir: Path, config: EncoderConfig | None = None, *, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        config: EncoderConfig | None = None,
+        *,
+        threads: int | None = None,
+        num_towers: int = 1,
+    ) -> None:
         """Raises CheckpointError or ValueError for a directory that is not a checkpoint with towers, or
         BackendUnavailable."""
         config = replace(config or EncoderConfig(), max_item_s=_MAX_ITEM_S)
@@ -69,9 +79,10 @@ class LocalEncoder:
         self._processor = replace(processor, video_backend=config.video_backend)
         load_video_backend(config.video_backend)
         self._fingerprint = checkpoint_fingerprint(model_dir)
-        self._runner = TowerRunner.load(model_dir, config)
+        runners = [TowerRunner.load(model_dir, config) for _ in range(num_towers)]
+        self._runner = runners[0]
         self._arithmetic = f"{config.device} {config.dtype} {config.tower_threads}"
-        plant = _Plant(config, self._runner, self._processor)
+        plant = _Plant(config, runners, self._processor)
         self._plant = plant
         # For those who forget to close it: a loop that is still at work when the interpreter ends complains.
         self._closing = weakref.finalize(self, plant.close)
@@ -123,8 +134,7 @@ class LocalEncoder:
         Memory is the rows and a few parts, however long a video is. Raises MediaError for bad media, TowerFailed;
         CancelledError of concurrent.futures when the encoder is closed meanwhile.
         """
-        passage = Passage(self._plant.works, content, modality=modality, options=options, key=key)
-        arrival = self._plant.run(passage)
+        arrival = self._plant.run(partial(Passage, content=content, modality=modality, options=options, key=key))
         return LocalRows(arrival.layout, arrival.place.destination, arrival.checksum, arrival.warnings)
 
     def close(self) -> None:
@@ -159,53 +169,69 @@ class _Memory:
         """The memory goes with the object."""
 
 
+@dataclass(slots=True, eq=False)
+class _Line:
+    """One tower, and what media pass through on their way to it."""
+
+    works: Works[_Buffer]
+    batches: "asyncio.Task[None] | None" = None
+    num_passing: int = 0
+
+
 class _Plant:
     """An event loop in a thread of its own, and on it what media pass through."""
 
-    def __init__(self, config: EncoderConfig, runner: TowerRunner, processor: ProcessorConfig) -> None:
-        self._runner = runner
+    def __init__(self, config: EncoderConfig, runners: Sequence[TowerRunner], processor: ProcessorConfig) -> None:
+        self._runners = runners
         self._pool = DecodePool(config.decode_settings)
-        self._tower = TowerQueue(config, runner, time.monotonic)
-        self.works: Works[_Buffer] = Works(
-            processor=processor,
-            pool=self._pool,
-            tower=self._tower,
-            room=_Memory(runner.row_bytes),
-            decoders=asyncio.Semaphore(config.decode_threads),
-            raw=config.sends_pixels,
-            clock=time.monotonic,
-        )
+        room, decoders = _Memory(runners[0].row_bytes), asyncio.Semaphore(config.decode_threads)
+        self._lines = [
+            _Line(
+                Works(
+                    processor=processor,
+                    pool=self._pool,
+                    tower=TowerQueue(config, runner, time.monotonic),
+                    room=room,
+                    decoders=decoders,
+                    raw=config.sends_pixels,
+                    clock=time.monotonic,
+                )
+            )
+            for runner in runners
+        ]
         self._ordering = threading.Lock()
         """What is begun is begun before the end."""
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._passing: set[asyncio.Task[Arrival[_Buffer]]] = set()
-        self._batches: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._loop.run_forever, name="local-encoder", daemon=True)
         self._thread.start()
 
-    def run(self, passage: Passage[_Buffer]) -> Arrival[_Buffer]:
+    def run(self, begin: Callable[[Works[_Buffer]], Passage[_Buffer]]) -> Arrival[_Buffer]:
         """From any thread. Raises MediaError, TowerFailed; CancelledError when it is closed meanwhile."""
         with self._ordering:
             if self._closed:
                 raise RuntimeError("the encoder is closed")
-            passing = asyncio.run_coroutine_threadsafe(self._run(passage), self._loop)
+            passing = asyncio.run_coroutine_threadsafe(self._run(begin), self._loop)
         return passing.result()
 
-    async def _run(self, passage: Passage[_Buffer]) -> Arrival[_Buffer]:
-        if self._batches is None:
-            self._batches = asyncio.create_task(self._tower.run())
-        passing = asyncio.create_task(passage.run(lambda: None))
+    async def _run(self, begin: Callable[[Works[_Buffer]], Passage[_Buffer]]) -> Arrival[_Buffer]:
+        line = min(self._lines, key=lambda line: line.num_passing)
+        if line.batches is None:
+            line.batches = asyncio.create_task(line.works.tower.run())
+        passing = asyncio.create_task(begin(line.works).run(lambda: None))
         self._passing.add(passing)
+        line.num_passing += 1
         try:
-            await asyncio.wait({passing, self._batches}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({passing, line.batches}, return_when=asyncio.FIRST_COMPLETED)
             if passing.done():
                 return passing.result()
-            error = self._batches.exception()
+            error = line.batches.exception()
             raise TowerFailed(f"the tower's queue has ended: {error}") from error
         finally:
             passing.cancel()
             self._passing.discard(passing)
+            line.num_passing -= 1
 
     def close(self) -> None:
         """Gives up what is under way and ends all threads."""
@@ -216,16 +242,18 @@ class _Plant:
         self._thread.join()
         self._loop.close()
         self._pool.close()
-        self._runner.close()
+        for runner in self._runners:
+            runner.close()
 
     async def _stop(self) -> None:
         for passing in list(self._passing):
             passing.cancel()
         if self._passing:
             await asyncio.wait(self._passing)
-        if self._batches is not None:
-            self._batches.cancel()
-            await asyncio.gather(self._batches, return_exceptions=True)
+        batches = [line.batches for line in self._lines if line.batches is not None]
+        for task in batches:
+            task.cancel()
+        await asyncio.gather(*batches, return_exceptions=True)
 
 
 def _as_float32(buffer: memoryview, dtype: str) -> NDArray[np.float32]:

@@ -267,6 +267,14 @@ def test_an_output_that_cannot_be_written_ends_the_run(monkeypatch: pytest.Monke
     assert not list(Path("out").glob(".*"))
 
 
+def test_an_index_that_cannot_be_written_ends_the_run(kind: str) -> None:
+    Path("out/all.safetensors.index.jsonl" if kind == "packed" else "out/index.jsonl").mkdir()
+    done = CliRunner().invoke(app, ["encode", "media", *KINDS[kind]])
+    assert done.exit_code == 1
+    assert "cannot write the index: Is a directory" in done.stderr
+    assert not list(Path("out").glob(".*"))
+
+
 def test_damaged_rows_are_not_passed_on(kind: str) -> None:
     encode(kind)
     target = next(path for path in sorted(Path("out").rglob("*.safetensors")))

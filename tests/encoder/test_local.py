@@ -3,6 +3,7 @@
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import pytest
 
 from encoder import tower_queue as queue_module
 from encoder.config import EncoderConfig
+from encoder.errors import TowerFailed
 from encoder.local import LocalEncoder
-from encoder.runner import MediumRows, TowerJob
+from encoder.runner import MediumRows, TowerJob, TowerRunner
 from preprocess.errors import MediaError
-from preprocess.types import MediaPart, Modality, Patches
+from preprocess.types import MediaOptions, MediaPart, Modality, Patches
 from tests.fakes.media_parts import NUM_PARTS, PART_BYTES, SMALL_PASS, RowsOf
 
 
@@ -75,6 +77,41 @@ def test_a_local_encoder_heeds_its_settings(
             encoder.encode(b"no medium", Modality.VIDEO)
     finally:
         encoder.close()
+
+
+def test_towers_share_the_work_and_give_the_same(
+    tiny_model_dir: Path, whole_rows: RowsOf, monkeypatch: pytest.MonkeyPatch, clip: bytes
+) -> None:
+    worked = set()
+    run = TowerRunner.run
+
+    async def noted(self: TowerRunner, jobs: Sequence[TowerJob]) -> list[TowerFailed | None]:
+        worked.add(id(self))
+        return await run(self, jobs)
+
+    monkeypatch.setattr(TowerRunner, "run", noted)
+    encoder = LocalEncoder(tiny_model_dir, num_towers=2)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            found = list(threads.map(lambda _: encoder.encode(clip, Modality.VIDEO).rows.tobytes(), range(4)))
+    finally:
+        encoder.close()
+    assert len(worked) == 2
+    assert set(found) == {whole_rows(clip, Modality.VIDEO)[0]}
+
+
+def test_settings_tell_all_that_rows_depend_on_but_the_content(tiny_model_dir: Path) -> None:
+    found = set()
+    for config in (EncoderConfig(), EncoderConfig(dtype="bfloat16"), EncoderConfig(tower_threads=2)):
+        encoder = LocalEncoder(tiny_model_dir, config)
+        found.add(encoder.settings(Modality.VIDEO, MediaOptions()))
+        found.add(encoder.settings(Modality.VIDEO, MediaOptions(fps=3.0)))
+        found.add(encoder.settings(Modality.IMAGE, MediaOptions()))
+        encoder.close()
+    assert len(found) == 9
+    again = LocalEncoder(tiny_model_dir, num_towers=2)
+    assert again.settings(Modality.IMAGE, MediaOptions(detail="high")) in found
+    again.close()
 
 
 def test_closing_a_local_encoder_ends_what_it_is_at(tiny_model_dir: Path, small_parts: None, clip: bytes) -> None:

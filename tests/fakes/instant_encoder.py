@@ -41,7 +41,7 @@ class InstantEncoder:
     first_bytes: int | None = None
     encoded: ClassVar[Counter[bytes]] = Counter()
 
-    def __init__(self, model_dir: object = None, config: Any = None, *, threads: int | None = None) -> None:
+    def __init__(self, model_dir: object = None, config: Any = None, **_: object) -> None:
         self.dtype = "float32" if config is None else config.dtype
         self._tower = threading.Lock()
 
