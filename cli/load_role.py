@@ -21,8 +21,6 @@ from cli.load import (
 )
 from encoder import FrontConfig, SglangConfig
 from encoder.config import EncoderConfig
-from epd.config import FetchPolicy
-from preprocess.config import FetchLimits
 
 ROLES: Final = ("encoder",)
 _SECTIONS: Final = ("front", "sglang", "fetch", "encoder", "supervisor")
@@ -87,7 +85,7 @@ def _load_encoder(runtime_dir: Path, settings: Mapping[str, Any], environ: Mappi
         "front",
         FrontConfig,
         settings.get("front", {}),
-        fetch=fetch_limits(fetch_policy(settings.get("fetch", {}))),
+        fetch=fetch_policy(settings.get("fetch", {})).limits,
         encoders=tuple(f"ipc://{runtime_dir}/encoder-{i}" for i in range(num_replicas)),
         **model,
     )
@@ -105,17 +103,4 @@ def _load_encoder(runtime_dir: Path, settings: Mapping[str, Any], environ: Mappi
         encoders=(encoder,) * num_replicas,
         supervisor=supervisor,
         **model,
-    )
-
-
-def fetch_limits(policy: FetchPolicy) -> FetchLimits:
-    """Section [fetch] in the fetcher's own terms."""
-    return FetchLimits(
-        max_bytes=policy.max_bytes,
-        timeout_s=policy.timeout_s,
-        stall_timeout_s=policy.stall_timeout_s,
-        allow_private_addresses=policy.allow_private_addresses,
-        media_roots=policy.media_roots,
-        max_concurrency=policy.max_concurrency,
-        max_concurrency_per_request=policy.max_concurrency_per_request,
     )

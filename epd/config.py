@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from epd.types import Role
+from preprocess.config import FetchLimits
 
 # What matrices are stored as: converted on load, or quantised as in the files and dequantised at each use.
 WeightStorage = Literal["bfloat16", "float32", "keep"]
@@ -106,6 +107,19 @@ class FetchPolicy:
             max_bytes=self.max_bytes,
             timeout_s=self.timeout_s,
             stall_timeout_s=self.stall_timeout_s,
+            max_concurrency=self.max_concurrency,
+            max_concurrency_per_request=self.max_concurrency_per_request,
+        )
+
+    @property
+    def limits(self) -> FetchLimits:
+        """In the fetcher's own terms."""
+        return FetchLimits(
+            max_bytes=self.max_bytes,
+            timeout_s=self.timeout_s,
+            stall_timeout_s=self.stall_timeout_s,
+            allow_private_addresses=self.allow_private_addresses,
+            media_roots=self.media_roots,
             max_concurrency=self.max_concurrency,
             max_concurrency_per_request=self.max_concurrency_per_request,
         )

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
+import numpy as np
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -176,7 +177,8 @@ class Front:
         if self._copied_bytes + size_bytes > self._config.max_reply_bytes:
             return
         self._copied_bytes += size_bytes
-        encoding.rows = memoryview(bytes(encoding.rows))
+        # By numpy, which does not hold the interpreter's lock meanwhile.
+        encoding.rows = np.array(np.frombuffer(encoding.rows, np.uint8)).data
         encoding.release()
 
         def forget() -> None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from encoder.cache.arena import segment_path
 from encoder.client import ArenaReader, EncoderClient
 from encoder.errors import EmbeddingLost, EncodeDeadline, EncoderBusy, EncoderError, EncoderUnavailable
 from encoder.types import EncodeReply, EncoderInfo, StageTimings
@@ -94,6 +95,7 @@ class EncodeDesk:
         self._clock = clock
         self._reader = ArenaReader()
         self._info: EncoderInfo | None = None
+        self._elsewhere: set[str] = set()
         self.num_inflight = 0
         """Media being fetched or encoded now."""
 
@@ -194,15 +196,24 @@ class EncodeDesk:
             raise MediaUnsupported(f"this model has no tower for {modality}")
         processor = replace(self._processor, video_backend=info.video_backend)
         key = await _key(content, modality, options, processor, info.fingerprint)
-        reply, _ = await self._ask(content, modality, options, key, deadline_unix_s, inline=False)
-        try:
-            return self._encoding(reply, self._reader.content(reply.ref), end)
-        except EmbeddingLost:
-            # The replica is on another host, or has ended since: ask once more, for the bytes themselves.
-            self._encoder.release(reply.ref)
+        if not self._only_elsewhere():
+            reply, _ = await self._ask(content, modality, options, key, deadline_unix_s, inline=False)
+            try:
+                return self._encoding(reply, self._reader.content(reply.ref), end)
+            except EmbeddingLost:
+                # The replica is on another host, or has ended since: ask once more, for the bytes themselves.
+                self._encoder.release(reply.ref)
+                if not segment_path(reply.ref.arena).exists():
+                    self._elsewhere.add(reply.ref.arena)
         reply, rows = await self._ask(content, modality, options, key, deadline_unix_s, inline=True)
         assert rows is not None, "an inline reply carries its rows"
         return self._encoding(reply, rows, end)
+
+    def _only_elsewhere(self) -> bool:
+        """Whether no arena of a replica that is up can be mapped here, as far as is known."""
+        arenas = {info.arena for info in self._encoder.infos().values() if info is not None}
+        self._elsewhere &= arenas
+        return bool(arenas) and arenas == self._elsewhere
 
     def _encoding(self, reply: EncodeReply, rows: memoryview, end: MediumEnd) -> Encoding:
         ref = reply.ref

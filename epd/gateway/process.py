@@ -23,16 +23,7 @@ _EXIT_REFUSED = 2
 
 def fetch_limits(config: GatewayConfig) -> FetchLimits:
     """The gateway's fetch policy in the fetcher's own terms."""
-    policy = config.fetch
-    return FetchLimits(
-        max_bytes=policy.max_bytes,
-        timeout_s=policy.timeout_s,
-        stall_timeout_s=policy.stall_timeout_s,
-        max_concurrency=policy.max_concurrency,
-        max_concurrency_per_request=policy.max_concurrency_per_request,
-        allow_private_addresses=policy.allow_private_addresses,
-        media_roots=policy.media_roots,
-    )
+    return config.fetch.limits
 
 
 async def serve_gateway(config: GatewayConfig, stop: asyncio.Event) -> None:

@@ -24,9 +24,15 @@ def test_the_gateway_loads_no_torch_and_no_engine() -> None:
 
 def test_fetch_limits_follow_the_policy() -> None:
     policy = FetchPolicy(media_roots=(Path("m"),), allow_private_addresses=True, max_bytes=7, timeout_s=3.0)
+    slow = FetchPolicy(stall_timeout_s=2.0, max_concurrency=5, max_concurrency_per_request=4)
     limits = fetch_limits(GatewayConfig(model_dir=MODEL_DIR, model_name="m", fetch=policy))
     assert (limits.media_roots, limits.allow_private_addresses) == ((Path("m"),), True)
     assert (limits.max_bytes, limits.timeout_s) == (7, 3.0)
+    assert (slow.limits.stall_timeout_s, slow.limits.max_concurrency, slow.limits.max_concurrency_per_request) == (
+        2.0,
+        5,
+        4,
+    )
 
 
 async def test_other_requests_do_not_feel_a_long_prompt() -> None:

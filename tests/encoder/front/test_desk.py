@@ -70,6 +70,13 @@ async def test_an_arena_that_cannot_be_mapped_here_leads_to_the_bytes_themselves
         assert not isinstance(again.rows.obj, mmap.mmap)
         assert bytes(again.rows) == expected
         again.release()
+        # It is known by now, and nobody is asked in vain any more.
+        assert desk._only_elsewhere()
+        requests = parts.server.info().counters["requests"]
+        third = await desk.encode_content(make_png(1), Modality.IMAGE, MediaOptions(), deadline_unix_s=soon())
+        assert bytes(third.rows) == expected
+        assert parts.server.info().counters["requests"] == requests + 1
+        third.release()
         await until(lambda: leased_bytes(parts) == 0)
 
 
