@@ -128,6 +128,10 @@ class SglangDialect:
         """A call for this part came to nothing: its receivers, there or yet to come, are told."""
         self._receivers.refuse(req_id, error)
 
+    def fail(self, req_id: str, error: DialectError) -> None:
+        """The receivers of this part want it in a way that is not served; nobody will come for it."""
+        self._receivers.fail(req_id, error)
+
     async def encode(self, call: EncodeCall) -> None:
         """Encode one part and push it; returns when every receiver's copy is on the network. Raises DialectError."""
         try:

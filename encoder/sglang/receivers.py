@@ -33,6 +33,12 @@ class Part:
         self.endpoints: list[str] = list(endpoints or ())
         self.receive_count: int | None = None if endpoints is None else len(self.endpoints)
         self._changed = asyncio.Event()
+        self._error: DialectError | None = None
+
+    def fail(self, error: DialectError) -> None:
+        """End the waiting for receivers."""
+        self._error = error
+        self._changed.set()
 
     def add(self, registration: Registration) -> None:
         """Take one receiver in, once however often it says so. Raises BadRequest when it contradicts the others."""
@@ -50,10 +56,12 @@ class Part:
         self._changed.set()
 
     async def destinations(self) -> AsyncIterator[str]:
-        """Every receiver as it becomes known, until all there will be are."""
+        """Every receiver as it becomes known, until all there will be are. Raises what the part fails with."""
         num_seen = 0
         while self.receive_count is None or num_seen < self.receive_count:
             while num_seen == len(self.endpoints):
+                if self._error is not None:
+                    raise self._error
                 self._changed.clear()
                 await self._changed.wait()
             yield self.endpoints[num_seen]
@@ -148,6 +156,14 @@ class Receivers:
         self._parts[req_id] = part
         self._adopt(part)
         self.close(part, error)
+
+    def fail(self, req_id: str, error: DialectError) -> None:
+        """End the waiting of one part, if there is one, or note that it will not be served."""
+        part = self._parts.get(req_id)
+        if part is None:
+            self.refuse(req_id, error)
+        else:
+            part.fail(error)
 
     def close(self, part: Part, error: DialectError | None = None) -> None:
         """End a part; with an `error`, its receivers are told, and those that come later will be."""

@@ -61,11 +61,12 @@ class _Calls:
 
     async def mooncake(self, request: web.Request) -> web.Response:
         async def call(body: _Body) -> None:
-            read_id(body)
-            raise NotServed(
+            refusal = NotServed(
                 f"{request.path} belongs to the mooncake backend, which this encoder does not speak; start the "
                 "language-only server with --encoder-transfer-backend zmq_to_scheduler"
             )
+            self._dialect.fail(read_id(body), refusal)
+            raise refusal
 
         return await self._answer(request, call)
 

@@ -492,6 +492,12 @@ async def test_the_backend_that_is_not_spoken(open_encoder: Opener, path: str) -
     status, answer = await encoder.post(path, {"req_id": "a", "part_idx": 0})
     assert status == 501
     assert "zmq_to_scheduler" in answer["message"]
+    # A part that ranks of that backend wait for ends, too, and holds nothing.
+    encoding = asyncio.create_task(encoder.post("/encode", part(url_of(**IMAGE), name="b")))
+    await until(lambda: encoder.desk.num_leased)
+    assert (await encoder.post(path, {"req_id": "b_local_part_0", "part_idx": 0}))[0] == 501
+    assert (await encoding)[0] == 501
+    await encoder.is_quiet()
     with pytest.raises(ValueError, match="mooncake"):
         await open_encoder(transfer_backend="mooncake")
 

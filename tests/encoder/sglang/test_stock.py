@@ -225,7 +225,8 @@ async def test_a_failure_reaches_the_client_with_its_words(stock: Stock, open_en
 
 
 async def test_one_part_of_several_fails(stock: Stock, open_encoder: Opener) -> None:
-    encoders = [await open_encoder(), await open_encoder()]
+    # The ranks may take back their word to the part that did not fail; it waits for them as long as this.
+    encoders = [await open_encoder(send_timeout_s=2.0), await open_encoder(send_timeout_s=2.0)]
     bad = Ask("bad").image(CAT).image(CAT | {"fail": "no"})
     good = Ask("good").image(CAT).image(DOG)
     failed, served = await schedule(stock, encoders, bad, good)
