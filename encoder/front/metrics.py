@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from encoder.front.desk import MediumEnd
@@ -52,8 +52,25 @@ class FrontMetrics:
         if end.fetch_s:
             self._fetch.observe(end.fetch_s)
 
+    def watch_sglang(self, gauges: Callable[[], Mapping[str, int]]) -> None:
+        """What the SGLang dialect has under way, by name, read when it is scraped."""
+        self.registry.register(_Sglang(gauges))
+
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+
+class _Sglang(Collector):
+    def __init__(self, gauges: Callable[[], Mapping[str, int]]) -> None:
+        self._gauges = gauges
+
+    def collect(self) -> Iterable[Metric]:
+        metric = GaugeMetricFamily(
+            "mimo_encoder_sglang", "What the SGLang dialect has under way, by what it is", labels=["what"]
+        )
+        for name, value in self._gauges().items():
+            metric.add_metric([name], value)
+        yield metric
 
 
 class _Replicas(Collector):

@@ -60,6 +60,7 @@ class FrontServer:
         if sglang is not None and sglang.enabled:
             self._dialect = SglangDialect(self.desk, sglang, is_healthy=lambda: self.board.health().status == 200)
             add_routes(self.app, self._dialect)
+            self._metrics.watch_sglang(self._dialect.gauges)
         self._runner = FrontRunner(
             self.app,
             # A client that leaves ends its request everywhere.

@@ -148,6 +148,10 @@ async def test_one_medium_is_read_where_it_lies(tiny_model_dir: Path, receiver: 
         assert got[0].rows == got[1].rows
         assert parts.server.info().num_cached == 1
         await parts.until_idle()
+        async with parts.http.get("/metrics") as response:
+            samples = (await response.text()).splitlines()
+        for line in ('{what="leases"} 0.0', '{what="parts"} 0.0', '{what="ended_parts"} 2.0'):
+            assert f"mimo_encoder_sglang{line}" in samples
 
 
 async def test_paths_are_read_under_the_roots_only(
