@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from cli.load import ConfigError
 from cli.terminal import quoted, say
 from encoder import ArenaReport, arena_reports, clear_arena
 from encoder.errors import ArenaUnavailable, EncoderBusy
@@ -56,7 +57,11 @@ def stats(
 
 
 @cache.command()
-def clear() -> None:
+def clear(
+    arenas: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARENA]...", help="Only these, by the name `stats` shows.")
+    ] = None,
+) -> None:
     """Forget every embedding that no request uses right now, in every deployment of this host.
 
     What is in use stays, and no request fails: what is asked for again is computed again. A second tier
@@ -65,6 +70,11 @@ def clear() -> None:
     Example: mimo cache clear
     """
     reports = arena_reports()
+    if arenas:
+        known = {report.name: report for report in reports}
+        if unknown := sorted(set(arenas) - known.keys()):
+            raise ConfigError(f"no arena {unknown[0]} on this host; there are: {', '.join(known) or 'none'}")
+        reports = [known[name] for name in arenas]
     faults = 0
     for report in reports:
         try:

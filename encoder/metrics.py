@@ -19,8 +19,8 @@ def replica_metrics(replicas: Mapping[str, EncoderInfo | None]) -> Iterator[Metr
     )
     wedged = GaugeMetricFamily("mimo_encoder_wedged", "1 when the tower is stuck", labels=["replica"])
     size = GaugeMetricFamily("mimo_encoder_batch_size_jobs", "Mean jobs per batch since the start", labels=["replica"])
-    cached = GaugeMetricFamily("mimo_encoder_cache_entries", "Embeddings kept", labels=["replica"])
-    space = GaugeMetricFamily("mimo_encoder_arena_bytes", "Shared memory by state", labels=["replica", "state"])
+    cached = GaugeMetricFamily("mimo_encoder_cache_entries", "Embeddings kept", labels=["arena"])
+    space = GaugeMetricFamily("mimo_encoder_arena_bytes", "Shared memory by state", labels=["arena", "state"])
     infos = [info for info in replicas.values() if info is not None]
     for address, info in replicas.items():
         ready.add_metric([address], float(info is not None and info.ready))
@@ -30,10 +30,12 @@ def replica_metrics(replicas: Mapping[str, EncoderInfo | None]) -> Iterator[Metr
         wedged.add_metric([info.replica], float(info.wedged))
         num_batches = info.counters.get("batches", 0)
         size.add_metric([info.replica], info.counters.get("batch_jobs", 0) / num_batches if num_batches else 0.0)
-        cached.add_metric([info.replica], info.num_cached)
-        space.add_metric([info.replica, "cached"], info.cached_bytes)
-        space.add_metric([info.replica, "leased"], info.leased_bytes)
-        space.add_metric([info.replica, "total"], info.capacity_bytes)
+    # The encoders of a host share an arena: it is told once, so that sums are right.
+    for arena, info in {info.arena: info for info in infos}.items():
+        cached.add_metric([arena], info.num_cached)
+        space.add_metric([arena, "cached"], info.cached_bytes)
+        space.add_metric([arena, "leased"], info.leased_bytes)
+        space.add_metric([arena, "total"], info.capacity_bytes)
     yield from (ready, queue, busy, wedged, size, cached, space)
     yield from _counters(infos)
 

@@ -2,7 +2,7 @@
 
 import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import cli.cache
 from cli.app import app
+from cli.load import ConfigError
 from encoder import embedding_arena
 from encoder.cache import report
 from encoder.cache.arena import INDEX_SUFFIX, SHM_DIR
@@ -65,7 +66,10 @@ def test_stats_for_people(store: EmbeddingStore) -> None:
     assert sum("encoder pid" in line for line in lines) == 1
 
 
-def test_stats_as_json_and_after_a_clear(store: EmbeddingStore) -> None:
+@pytest.mark.parametrize("arguments", [lambda store: (), lambda store: (store.arena,)], ids=["all", "by name"])
+def test_stats_as_json_and_after_a_clear(
+    store: EmbeddingStore, arguments: Callable[[EmbeddingStore], tuple[str, ...]]
+) -> None:
     (before,) = json.loads(run("stats", "--json").stdout)
     assert before["name"] == store.arena
     assert before["usage"] == {
@@ -77,7 +81,10 @@ def test_stats_as_json_and_after_a_clear(store: EmbeddingStore) -> None:
     }
     assert (before["num_entries"], before["num_leases"], before["hits"], before["misses"]) == (3, 1, 3, 1)
     assert [holder["is_alive"] for holder in before["holders"]] == [True]
-    cleared = run("clear")
+    refused = run("clear", "none")
+    assert isinstance(refused.exception, ConfigError)
+    assert store.arena in str(refused.exception)
+    cleared = run("clear", *arguments(store))
     assert cleared.exit_code == 0
     assert cleared.stdout.startswith(f"{store.arena}: 0.0 MiB given back")
     (after,) = json.loads(run("stats", "--json").stdout)

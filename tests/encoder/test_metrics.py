@@ -1,5 +1,6 @@
 """What replicas say of themselves, as Prometheus reads it."""
 
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -23,6 +24,7 @@ INFO = EncoderInfo(
     leased_bytes=100,
     ready=True,
     counters={"batches": 4, "batch_jobs": 10, "tower_s": 1.5, "hits": 7},
+    arena="host",
     tower_busy_s=2.5,
     wedged=True,
 )
@@ -30,7 +32,7 @@ INFO = EncoderInfo(
 
 class _Both(Collector):
     def collect(self) -> list[Metric]:
-        return list(replica_metrics({"ipc://a": INFO, "ipc://b": None}))
+        return list(replica_metrics({"ipc://a": INFO, "ipc://b": None, "ipc://c": replace(INFO, replica="encoder-2")}))
 
 
 def test_every_replica_is_told_of_and_only_those_that_are_up_in_detail() -> None:
@@ -41,7 +43,7 @@ def test_every_replica_is_told_of_and_only_those_that_are_up_in_detail() -> None
         'mimo_encoder_ready{address="ipc://a"} 1.0',
         'mimo_encoder_ready{address="ipc://b"} 0.0',
         'mimo_encoder_queue_jobs{replica="encoder-0"} 3.0',
-        'mimo_encoder_arena_bytes{replica="encoder-0",state="leased"} 100.0',
+        'mimo_encoder_arena_bytes{arena="host",state="leased"} 100.0',
         'mimo_encoder_batch_size_jobs{replica="encoder-0"} 2.5',
         'mimo_encoder_tower_busy_seconds{replica="encoder-0"} 2.5',
         'mimo_encoder_wedged{replica="encoder-0"} 1.0',
@@ -49,3 +51,5 @@ def test_every_replica_is_told_of_and_only_those_that_are_up_in_detail() -> None
         'mimo_encoder_hits{replica="encoder-0"} 7.0',
     ):
         assert line in lines
+    # Two encoders, one arena: it counts once.
+    assert sum(line.startswith("mimo_encoder_cache_entries{") for line in lines) == 1

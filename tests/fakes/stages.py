@@ -295,7 +295,9 @@ class FakeEncoder:
         return _encoder_info()
 
     def infos(self) -> dict[str, EncoderInfo | None]:
-        return {"memory://encoder": _encoder_info() if self.up else None}
+        """Two replicas of one host, which share an arena."""
+        info = _encoder_info() if self.up else None
+        return {"memory://encoder": info, "memory://encoder-1": info}
 
 
 def _encoder_info() -> EncoderInfo:
