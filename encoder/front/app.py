@@ -36,8 +36,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _CLIENT_CLOSED_REQUEST: Final = 499
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _OPEN_PATHS: Final = ("/health", "/ready", "/metrics", "/health_generate")
-# Of the other dialect: nothing new while draining, but receivers of what is under way are heard.
-_DRAINED_PATHS: Final = ("/encode",)
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 
 
@@ -89,8 +87,6 @@ class Front:
         request[REQUEST_ID] = request_id
         try:
             self._check_key(request)
-            if request.path in _DRAINED_PATHS:
-                self.admission.check()
             response = await handler(request)
         except web.HTTPException as error:
             response = _http_refusal(request, error)

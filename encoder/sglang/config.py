@@ -44,6 +44,8 @@ class SglangConfig:
     """Media in one part."""
     max_waiting: int = 8192
     """Receivers that wait for their part at a time; more are refused with 503."""
+    max_copied_bytes: int = 1024**3
+    """Rows whose receivers are long in coming are moved out of the arena, as long as all together are below this."""
     max_body_bytes: int = 512 * 1024 * 1024
     """Of one call. Media may come inside it, as base64."""
 
@@ -61,8 +63,9 @@ class SglangConfig:
         for name in ("max_parts", "max_items", "max_waiting", "max_body_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, allowed is 1 or more")
-        if self.renew_period_s < 0:
-            raise ValueError(f"renew_period_s is {self.renew_period_s}, allowed is 0 or more")
+        for name in ("renew_period_s", "max_copied_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed is 0 or more")
         for name in ("embedding_data_module", "modality_module"):
             if not all(word.isidentifier() for word in getattr(self, name).split(".")):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, allowed is the dotted name of a Python module")

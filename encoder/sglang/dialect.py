@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 # Media of one part that are encoded at a time: below what the desk takes from all parts together.
 _AT_ONCE: Final = 64
 _SWEEP_PERIOD_S: Final = 5.0
+# Ranks register while their part is encoded. Those that have not by then may never come, and hold no room in the arena.
+_PATIENCE_S: Final = 3.0
 # A receiver of failures has heard of them by HTTP as well, and may be gone for that reason.
 _NEWS_PATIENCE_S: Final = 3.0
 
@@ -71,6 +73,8 @@ class SglangDialect:
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_leased = 0
+        self._num_copied_bytes = 0
+        self._is_leaving = False
 
     async def start(self) -> None:
         """Before the first call."""
@@ -85,7 +89,8 @@ class SglangDialect:
         self._bootstrap.start(host, port)
 
     async def withdraw(self) -> None:
-        """Tell the bootstrap servers that no more is wanted, in two seconds at most. Before calls are refused."""
+        """Take no new parts from now on, and tell the bootstrap servers, in two seconds at most."""
+        self._is_leaving = True
         await self._bootstrap.stop()
 
     async def stop(self) -> None:
@@ -123,6 +128,11 @@ class SglangDialect:
     async def register(self, registration: Registration) -> None:
         """Take in one receiver; returns when its part is known. Raises DialectError."""
         await self._receivers.register(registration)
+
+    def check_open(self) -> None:
+        """Raises Overloaded once `withdraw` was called."""
+        if self._is_leaving:
+            raise Overloaded("this encoder is being stopped; another one serves", retry_after_s=5.0)
 
     def refuse(self, req_id: str, error: DialectError) -> None:
         """A call for this part came to nothing: its receivers, there or yet to come, are told."""
@@ -183,36 +193,38 @@ class SglangDialect:
 
     async def _deliver(self, part: Part, encoded: Sequence[Encoded]) -> None:
         """One copy to every receiver, to each as soon as it is known. Raises DialectError if any did not get it."""
-        hold = Hold(encoded, self._count)
-        end_own_use = hold.take()
+        load = _Load(encoded, self._count)
         pushes: list[asyncio.Task[None]] = []
+        copying: asyncio.Task[None] | None = None
         try:
-            frames = self._writer.data(part.id, encoded)
+            load.frames = self._writer.data(part.id, encoded)
             if len(encoded) > 1:
                 # Their rows were copied into one frame, which ZeroMQ keeps alive by itself.
-                end_own_use()
-                hold = Hold()
-            shortage = await self._begin(part, frames, hold, pushes)
+                load.let_go()
+            else:
+                copying = asyncio.create_task(self._copy(load))
+            shortage = await self._begin(part, load, pushes)
             # Those that were begun end by themselves, each with its own limits of time.
             await asyncio.gather(*pushes, return_exceptions=True)
         finally:
-            for push in pushes:
-                push.cancel()
-            end_own_use()
+            for task in (*pushes, copying):
+                if task is not None:
+                    task.cancel()
+            load.let_go()
+            self._num_copied_bytes -= load.num_copied_bytes
         if shortage is not None:
             raise shortage
         for push in pushes:
             push.result()
 
-    async def _begin(
-        self, part: Part, frames: Sequence[Buffer], hold: Hold, pushes: "list[asyncio.Task[None]]"
-    ) -> TimedOut | None:
+    async def _begin(self, part: Part, load: "_Load", pushes: "list[asyncio.Task[None]]") -> TimedOut | None:
         """Push to every receiver there is and will be. Returns what to say where some did not come in time."""
         assert self._post is not None, "the dialect was not started"
         try:
             async with asyncio.timeout(self.config.send_timeout_s) as limit:
                 async for endpoint in part.destinations():
-                    push = asyncio.create_task(self._post.push(endpoint, frames, hold, is_shared=part.is_shared))
+                    pushing = self._post.push(endpoint, load.frames, load.hold, is_shared=part.is_shared)
+                    push = asyncio.create_task(pushing)
                     push.add_done_callback(_look)
                     pushes.append(push)
         except TimeoutError:
@@ -221,6 +233,14 @@ class SglangDialect:
             wanted = "none" if part.receive_count is None else f"{len(part.endpoints)} of {part.receive_count}"
             return TimedOut(f"{wanted} of the receivers said where they are within {self.config.send_timeout_s:g} s")
         return None
+
+    async def _copy(self, load: "_Load") -> None:
+        """Where receivers are long in coming, move the rows out of the arena, while there is room for copies."""
+        await asyncio.sleep(_PATIENCE_S)
+        size_bytes = memoryview(load.frames[1]).nbytes
+        if self._num_copied_bytes + size_bytes <= self.config.max_copied_bytes:
+            self._num_copied_bytes += size_bytes
+            load.copy()
 
     def _tell(self, part: Part, endpoint: str, error: DialectError) -> None:
         """Push the news of a failure, behind everyone's back."""
@@ -254,6 +274,28 @@ class SglangDialect:
             self._receivers.sweep()
             if self._post is not None:
                 self._post.sweep()
+
+
+class _Load:
+    """The frames of one part, and who keeps the memory they are in."""
+
+    def __init__(self, encoded: Sequence[Encoded], on_change: Callable[[int], None]) -> None:
+        self.frames: tuple[bytes, Buffer] = (b"", b"")
+        self.hold = Hold(encoded, on_change)
+        self.num_copied_bytes = 0
+        self._end_own_use = self.hold.take()
+
+    def let_go(self) -> None:
+        """End the leases, at once or with the last message that is on its way."""
+        self._end_own_use()
+        self.hold = Hold()
+
+    def copy(self) -> None:
+        """Messages from now on come from a copy."""
+        header, rows = self.frames
+        self.num_copied_bytes = memoryview(rows).nbytes
+        self.frames = header, bytes(rows)
+        self.let_go()
 
 
 def _release(task: "asyncio.Task[Encoded]") -> None:

@@ -65,14 +65,18 @@ def read_registration(body: Mapping[str, Any], config: SglangConfig) -> Registra
     return Registration(req_id, endpoint, _integer(body, "receive_count", 1, _MAX_RECEIVERS))
 
 
+def is_id(value: object) -> bool:
+    """Whether a part may be called this."""
+    return isinstance(value, str) and 0 < len(value) <= MAX_ID_CHARS
+
+
 def read_id(body: Mapping[str, Any]) -> str:
     """Raises BadRequest."""
     req_id = body.get("req_id")
-    if not isinstance(req_id, str) or not req_id:
-        raise BadRequest("req_id is missing or no string")
-    if len(req_id) > MAX_ID_CHARS:
-        raise BadRequest(f"req_id has {len(req_id)} characters, allowed are {MAX_ID_CHARS}")
-    return req_id
+    if not is_id(req_id):
+        shown = "missing" if req_id is None else f"{req_id!r}"[:80]
+        raise BadRequest(f"req_id is {shown}, allowed is a string of 1 to {MAX_ID_CHARS} characters")
+    return str(req_id)
 
 
 def endpoint_of(host: str, port: int, config: SglangConfig) -> str:

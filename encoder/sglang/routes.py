@@ -16,7 +16,7 @@ from aiohttp import web
 from encoder.errors import EncoderError
 from encoder.sglang.dialect import SglangDialect
 from encoder.sglang.errors import BodyTooLarge, DialectError, NotObject, NotServed
-from encoder.sglang.requests import read_encode, read_id, read_registration
+from encoder.sglang.requests import is_id, read_encode, read_id, read_registration
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +43,12 @@ class _Calls:
 
     async def encode(self, request: web.Request) -> web.Response:
         async def call(body: _Body) -> None:
-            req_id = read_id(body)
             try:
+                self._dialect.check_open()
                 part = read_encode(body, self._dialect.config)
             except DialectError as error:
-                self._dialect.refuse(req_id, error)
+                if is_id(body.get("req_id")):
+                    self._dialect.refuse(body["req_id"], error)
                 raise
             await self._dialect.encode(part)
 

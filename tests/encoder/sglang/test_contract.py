@@ -540,6 +540,38 @@ async def test_large_bodies_pass_the_framework(open_encoder: Opener, receivers: 
     assert (await receivers[0].receive()).header.grid == ((1, 4, 6),)
 
 
+@pytest.mark.parametrize("room", [0, 1 << 20])
+async def test_rows_that_nobody_fetches_leave_the_arena(
+    open_encoder: Opener, receivers: list[Receiver], monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    monkeypatch.setattr("encoder.sglang.dialect._PATIENCE_S", 0.05)
+    encoder = await open_encoder(max_copied_bytes=room)
+    encoding = asyncio.create_task(encoder.post("/encode", part(url_of(**IMAGE))))
+    await until(lambda: encoder.desk.num_encoded)
+    assert encoder.desk.num_leased == 1
+    await asyncio.sleep(0.2)
+    assert encoder.desk.num_leased == (0 if room else 1)
+    for receiver in receivers:
+        assert (await encoder.post("/scheduler_receive_url", registration(receiver, count=2)))[0] == 200
+        assert (await receiver.receive()).rows == expected_rows(IMAGE, num_rows=[6])
+    assert (await encoding)[0] == 200
+    await encoder.is_quiet()
+    assert encoder.dialect._num_copied_bytes == 0
+
+
+async def test_an_encoder_that_leaves_takes_no_new_parts(open_encoder: Opener, receivers: list[Receiver]) -> None:
+    encoder = await open_encoder()
+    begun = asyncio.create_task(encoder.post("/encode", part(url_of(**IMAGE))))
+    await until(lambda: encoder.desk.num_leased)
+    await encoder.dialect.withdraw()
+    status, answer = await encoder.post("/encode", part(url_of(**IMAGE), name="b"))
+    assert status == 503
+    assert "being stopped" in answer["message"]
+    # What was begun is brought to its end.
+    assert (await encoder.post("/scheduler_receive_url", registration(receivers[0])))[0] == 200
+    assert (await begun)[0] == 200
+
+
 async def test_receivers_may_be_named(open_encoder: Opener, receivers: list[Receiver]) -> None:
     encoder = await open_encoder(connect_timeout_s=5.0)
     call = part(url_of(**IMAGE), embedding_port=receivers[0].port, prefill_host="localhost")
