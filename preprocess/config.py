@@ -67,6 +67,18 @@ class DecodeLimits:
     max_frame_pixels: int = 36_000_000
     max_video_frames: int = 1_000_000
     """Frames in the file, not sampled frames."""
+    max_free_pixels: int = 1_000_000_000
+    """Pixels that all frames of a video may have together however short the file is; each of its bytes allows more.
+
+    A bound on the pixels alone would not do: an hour of 4K has 9e11 of them, and is a gigabyte that somebody made,
+    while a GIF of 6,000 x 6,000 buys 36 million for 23 bytes a frame. So decoding is bounded by what was sent. The
+    free ones are four seconds of 4K, or a thousand frames of 720p: a few seconds' work.
+    """
+    max_video_pixels_per_byte: int = 250_000
+    """Of codecs made for video. Film has about a hundred, a still picture in 4K for hours up to 225,000."""
+    max_animation_pixels_per_byte: int = 10_000
+    """Of GIF, APNG, WebP and everything else; a cursor that blinks in a recorded terminal has some thousands. Each of
+    their frames costs the whole canvas, whatever changes in it."""
     max_duration_s: float = 2 * 3600.0
 
 

@@ -114,9 +114,10 @@ class OpenMedia:
     def decode(self, put: Put, *, patches_per_part: int | None = None, raw: bool = False) -> None:
         """Decodes the pictures and calls `put` once per part; nothing to do for sound. Call it once.
 
-        A part has max(1, patches_per_part // (h * w)) pairs of the grid (t, h, w), the last one may have fewer; None
-        makes it one part. Early parts come first as far as decoding allows. `put` may be called from several threads
-        and may block, which holds up decoding: only a few parts exist at a time. `raw` gives Pixels instead of Patches.
+        A part has max(1, patches_per_part // (h * w)) pairs of the grid (t, h, w); the last one may have fewer, and so
+        may all when they are `raw` and large. None makes it one part. Early parts come first as far as decoding allows.
+        `put` may be called from several threads and may block, which holds up decoding: only a few parts exist at a
+        time. `raw` gives Pixels instead of Patches.
 
         Raises MediaError, LayoutChanged, and what `put` or the deadline's check raises.
         """

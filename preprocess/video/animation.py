@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import struct
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -13,9 +14,10 @@ from PIL import Image
 from preprocess.config import DecodeLimits
 from preprocess.errors import MediaUndecodable
 from preprocess.sniff import describe
+from preprocess.video.alpha import over_white
 from preprocess.video.index import VideoIndex
 from preprocess.video.scan import Emit, FewerFrames
-from preprocess.video.stream import check_frame_size, check_length, over_white
+from preprocess.video.stream import check_frame_size, check_length, check_total, pixels_allowed
 
 _HEADER_BYTES: Final = 12
 _MS: Final = 1000
@@ -29,6 +31,7 @@ def is_animated_webp(content: bytes) -> bool:
 def read_animation_index(content: bytes, limits: DecodeLimits) -> VideoIndex:
     """Counts the frames from the chunks. Raises MediaUndecodable or MediaTooLarge."""
     durations_ms: list[int] = []
+    canvas = (0, 0)
     at = _HEADER_BYTES
     while at + 8 <= len(content):
         kind, size = content[at : at + 4], struct.unpack_from("<I", content, at + 4)[0]
@@ -36,12 +39,14 @@ def read_animation_index(content: bytes, limits: DecodeLimits) -> VideoIndex:
         if kind == b"VP8X" and len(payload) >= 10:
             width, height = (int.from_bytes(payload[start : start + 3], "little") + 1 for start in (4, 7))
             check_frame_size(width, height, limits)
+            canvas = max(canvas, (width, height), key=math.prod)
         elif kind == b"ANMF" and len(payload) >= 16 and at + 8 + size <= len(content):
             durations_ms.append(int.from_bytes(payload[12:15], "little"))
         at += 8 + size + size % 2
     num_frames = len(durations_ms)
     if not num_frames:
         raise MediaUndecodable(f"the animation has no frames ({describe(content)})")
+    check_total(num_frames, *canvas, pixels_allowed("webp", len(content), limits))
     starts_ms = np.concatenate([[0], np.cumsum(durations_ms)]).astype(np.int64)
     length_s = float(starts_ms[-1]) / _MS
     check_length(num_frames, length_s, limits)

@@ -20,7 +20,14 @@ from preprocess.container import PacketReader, open_container, read_only
 from preprocess.errors import MediaUndecodable
 from preprocess.sniff import describe
 from preprocess.video.bitstream import PROVABLE_CODECS, SKIPPING_CODECS, BitstreamReader
-from preprocess.video.stream import check_frame_size, check_length, pick_video_stream, stream_rate_fps
+from preprocess.video.stream import (
+    check_frame_size,
+    check_length,
+    check_total,
+    pick_video_stream,
+    pixels_allowed,
+    stream_rate_fps,
+)
 
 _CHECK_EVERY: Final = 1024
 # Containers that keep a table of packets with their times, by which one can seek. Landings are verified all the same.
@@ -100,6 +107,12 @@ def read_index(content: bytes, limits: DecodeLimits, check_deadline: Callable[[]
         num_frames = sum(rows.is_shown)
         if num_frames == 0:
             raise MediaUndecodable(f"the video has no frames ({describe(content)})")
+        check_total(
+            num_frames,
+            context.width,
+            context.height,
+            pixels_allowed(context.codec.canonical_name, len(content), limits),
+        )
         index = _index_of(rows, packets, container, stream)
     length_s = num_frames / index.rate_fps
     if index.times_s is not None:

@@ -8,7 +8,8 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from preprocess.video.stream import display_matrix, has_alpha, upright_rgb
+from preprocess.video.alpha import has_alpha
+from preprocess.video.stream import display_matrix, upright_rgb
 
 _CELLS: Final = 8
 # On average. Scalers of other versions differ by less than one level; a picture that is turned, of another stream or of

@@ -24,10 +24,16 @@ from preprocess.video.look import FirstLook
 from preprocess.video.parts import PartAssembly, Put
 from preprocess.video.planned import Unproven, decode_planned
 from preprocess.video.scan import FewerFrames, scan
-from preprocess.video.stream import check_frame_size, pick_video_stream, upright_rgb
+from preprocess.video.stream import check_declared_size, check_frame_size, pick_video_stream, upright_size
 
 # What parts that are begun and not taken may hold, unless two of them need more.
 _OPEN_PARTS_BYTES: Final = 256 * 1024 * 1024
+# What the frames of all decoders at work on one video may take, unless one needs more.
+_DECODERS_BYTES: Final = 2 * 1024 * 1024 * 1024
+# Of one decoder: some five pictures that others are made from, as levels allow, and one as RGB twice.
+_DECODER_BYTES_PER_PIXEL: Final = 16
+# What is not resized here is handed over before it takes more than this, unless one pair does.
+_RAW_PART_BYTES: Final = 128 * 1024 * 1024
 # A file whose end decodes differently every time would be sampled without end.
 _MAX_CHANGES: Final = 2
 
@@ -92,14 +98,15 @@ class OpenVideo:
         check_deadline: Callable[[], None],
     ) -> None:
         """Hands the chosen frames over, part by part. Raises MediaError, or VideoChanged."""
+        pairs_per_part = self._pairs_per_part(patches_per_part, raw)
         parts = PartAssembly(
             num_frames=len(self.indices),
             height=self.height,
             width=self.width,
             put=put,
-            patches_per_part=patches_per_part,
+            pairs_per_part=pairs_per_part,
             raw=raw,
-            max_open_parts=self._parts_at_once(patches_per_part, raw),
+            max_open_parts=self._parts_at_once(pairs_per_part, raw),
         )
         try:
             self._decode_into(parts, crew, check_deadline)
@@ -115,7 +122,9 @@ class OpenVideo:
             parts.wait_for_room(place, stop=team.stop, check_deadline=check_deadline)
             parts.store(place, pixels)
 
-        num_threads = crew.num_threads + 1
+        height, width = self.frame_size
+        max_decoders = max(1, _DECODERS_BYTES // (_DECODER_BYTES_PER_PIXEL * height * width))
+        num_threads = min(crew.num_threads + 1, max_decoders)
         if is_animated_webp(self.content):
             decode_animation(self.content, self._wanted(parts), emit, check_deadline=check_deadline)
             return
@@ -136,6 +145,7 @@ class OpenVideo:
                     crew=crew,
                     team=team,
                     max_frames_ahead=parts.max_frames_ahead,
+                    max_decoders=max_decoders,
                     check_deadline=check_deadline,
                 )
             except Unproven as doubt:
@@ -154,6 +164,7 @@ class OpenVideo:
                     crew=crew,
                     team=team,
                     max_frames_ahead=parts.max_frames_ahead,
+                    max_decoders=max_decoders,
                     check_deadline=check_deadline,
                 )
             except Unproven:
@@ -195,17 +206,24 @@ class OpenVideo:
             num_changes=self.num_changes + 1,
         )
 
-    def _parts_at_once(self, patches_per_part: int | None, raw: bool) -> int:
+    def _pairs_per_part(self, patches_per_part: int | None, raw: bool) -> int:
+        num_pairs, h, w = self.grid_thw
+        if patches_per_part is None:
+            return num_pairs
+        pairs = max(1, patches_per_part // (h * w))
+        return max(1, min(pairs, _RAW_PART_BYTES // self._pair_bytes(raw))) if raw else pairs
+
+    def _pair_bytes(self, raw: bool) -> int:
+        if raw:
+            return TEMPORAL_PATCH_SIZE * 3 * self.frame_size[0] * self.frame_size[1]
+        _, h, w = self.grid_thw
+        return h * w * PATCH_WIDTH * np.dtype(np.float32).itemsize
+
+    def _parts_at_once(self, pairs_per_part: int, raw: bool) -> int:
         """How many parts may be begun and not taken: two, and more if they are small."""
         if self.max_open_parts is not None:
             return self.max_open_parts
-        _, h, w = self.grid_thw
-        pairs = 1 if patches_per_part is None else max(1, patches_per_part // (h * w))
-        if raw:
-            part_bytes = pairs * TEMPORAL_PATCH_SIZE * 3 * self.frame_size[0] * self.frame_size[1]
-        else:
-            part_bytes = pairs * h * w * PATCH_WIDTH * np.dtype(np.float32).itemsize
-        return max(2, _OPEN_PARTS_BYTES // part_bytes)
+        return max(2, _OPEN_PARTS_BYTES // (pairs_per_part * self._pair_bytes(raw)))
 
 
 def open_video(
@@ -219,12 +237,12 @@ def open_video(
     """Reads the packets, decodes the first frame and chooses. Raises MediaError."""
     if is_animated_webp(content):
         return _open_animation(content, budget, limits, backend, check_deadline)
+    check_declared_size(content, limits)
     index = read_index(content, limits, check_deadline)
     # The first frame decides on the size: it is upright, which the container's own size is not.
     frame = _first_frame(content, limits, check_deadline)
-    pixels = upright_rgb(frame)
     look = None if backend == "pyav" else FirstLook.of(frame)
-    return OpenVideo(content, index, budget, limits, backend, (pixels.shape[0], pixels.shape[1]), look)
+    return OpenVideo(content, index, budget, limits, backend, upright_size(frame), look)
 
 
 def _open_animation(

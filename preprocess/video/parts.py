@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from preprocess.patchify import PatchWriter
-from preprocess.types import PATCH_SIZE, TEMPORAL_PATCH_SIZE, MediaPart, Patches, Pixels
+from preprocess.types import TEMPORAL_PATCH_SIZE, MediaPart, Patches, Pixels
 
 Put = Callable[[MediaPart], None]
 _WAIT_S: Final = 0.05
@@ -45,7 +45,7 @@ class PartAssembly:
         height: int,
         width: int,
         put: Put,
-        patches_per_part: int | None,
+        pairs_per_part: int,
         raw: bool,
         max_open_parts: int,
     ) -> None:
@@ -54,9 +54,7 @@ class PartAssembly:
         self._put = put
         self._raw = raw
         self._max_open_parts = max_open_parts
-        patches_per_pair = height // PATCH_SIZE * (width // PATCH_SIZE)
         num_pairs = -(-num_frames // TEMPORAL_PATCH_SIZE)
-        pairs_per_part = num_pairs if patches_per_part is None else max(1, patches_per_part // patches_per_pair)
         self._frames_per_part = pairs_per_part * TEMPORAL_PATCH_SIZE
         self._num_parts = -(-num_pairs // pairs_per_part)
         self._open: dict[int, _OpenPart] = {}

@@ -23,7 +23,7 @@ from preprocess.video.parts import Stopped
 from preprocess.video.plan import NotPlannable, Run, Target, Task, plan
 from preprocess.video.references import Shortcut
 from preprocess.video.scan import MAX_CODEC_THREADS, Emit
-from preprocess.video.stream import check_frame_size, pick_video_stream, upright_rgb
+from preprocess.video.stream import PixelMeter, check_frame_size, pick_video_stream, upright_rgb
 
 # Up to this many packets between two runs are read over; seeking costs about as much.
 _MAX_GAP: Final = 8
@@ -48,15 +48,17 @@ def decode_planned(
     crew: Crew,
     team: Teamwork,
     max_frames_ahead: int,
+    max_decoders: int,
     check_deadline: Callable[[], None],
 ) -> None:
     """Emits the frames `wanted`, (place, frame number) pairs with both ascending, from this thread and the crew's.
 
     `max_frames_ahead` is how far `emit` lets one worker run ahead of another: tasks are cut so that all fit in there.
+    `max_decoders` bounds workers and codec threads together, for the memory of their frames.
 
     Raises Unproven, with some frames emitted (rightly) and others not; and what `emit` or `check_deadline` raises.
     """
-    num_workers = crew.num_threads + 1
+    num_workers = min(crew.num_threads + 1, max_decoders)
     try:
         tasks = plan(index, wanted, num_workers=num_workers, max_task_frames=max_frames_ahead // (num_workers + 1))
     except NotPlannable as error:
@@ -107,6 +109,7 @@ class _Decoder:
         self._container: Any = self._open.enter_context(open_container(content, "a video"))
         self._stream = pick_video_stream(self._container, content)
         read_only(self._container, self._stream)
+        self._meter = PixelMeter(self._stream, content, limits)
         self._codec = self._stream.codec_context
         if num_codec_threads > 1:
             self._stream.thread_type = "AUTO"
@@ -140,6 +143,9 @@ class _Decoder:
         with closing(self._frames(run, {target.packet for target in targets}, skip)) as frames:
             for frame in frames:
                 self._check_deadline()
+                if targets is run.targets:
+                    # The second time is our own doing.
+                    self._meter.count(frame)
                 # Others may be made from it. Pictures that lead the start may be incomplete, and are not this run's.
                 if frame.is_corrupt and frame.pts is not None and frame.pts >= self._index.pts[run.start]:
                     raise Unproven("a frame came out damaged")

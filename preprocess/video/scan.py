@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from preprocess.config import DecodeLimits
 from preprocess.container import FrameReader, open_container, read_only
 from preprocess.video.index import VideoIndex
-from preprocess.video.stream import check_frame_size, pick_video_stream, upright_rgb
+from preprocess.video.stream import PixelMeter, check_frame_size, pick_video_stream, upright_rgb
 
 # Beyond this, frame threads cost memory and win little.
 MAX_CODEC_THREADS: Final = 16
@@ -54,8 +54,9 @@ def scan(
                 stream.thread_type = "AUTO"
             stream.codec_context.thread_count = threads
             reader = FrameReader(container, stream, check_deadline)
+            numbered = _numbered(reader, index, PixelMeter(stream, content, limits), check_deadline)
             try:
-                delivery.run(_numbered(reader, index, check_deadline), fill_end=fill_end, strict=threads > 1)
+                delivery.run(numbered, fill_end=fill_end, strict=threads > 1)
             except _ThreadsLoseFrames:
                 continue
             return reader.warnings + delivery.warnings
@@ -66,7 +67,9 @@ class _ThreadsLoseFrames(Exception):
     """A frame is missing. With frame threads, good frames may be lost with a packet that does not decode."""
 
 
-def _numbered(reader: FrameReader, index: VideoIndex, check_deadline: Callable[[], None]) -> Iterator[tuple[int, Any]]:
+def _numbered(
+    reader: FrameReader, index: VideoIndex, meter: PixelMeter, check_deadline: Callable[[], None]
+) -> Iterator[tuple[int, Any]]:
     """Frames with their numbers, ascending: by pts where packets have them, else counted."""
     number_of: dict[int, int] = {}
     if index.times_s is not None:
@@ -74,6 +77,7 @@ def _numbered(reader: FrameReader, index: VideoIndex, check_deadline: Callable[[
     highest = -1
     for frame in reader:
         check_deadline()
+        meter.count(frame)
         # Some decoders lose the pts on the way; such a frame follows the one before it.
         number = number_of.get(frame.pts, highest + 1)
         if number > highest:

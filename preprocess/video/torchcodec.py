@@ -44,18 +44,20 @@ def decode_with_torchcodec(
     crew: Crew,
     team: Teamwork,
     max_frames_ahead: int,
+    max_decoders: int,
     check_deadline: Callable[[], None],
 ) -> None:
     """Emits the frames `wanted`, (place, frame number) pairs with both ascending, from this thread and the crew's.
 
     `guest` may be the reason why there is none. `max_frames_ahead` is how far `emit` lets one worker run ahead of
-    another: tasks are cut so that all fit in there.
+    another: tasks are cut so that all fit in there. `max_decoders` bounds workers and codec threads together, for the
+    memory of their frames.
 
     Raises Unproven, with some frames emitted (rightly) and others not; and what `emit` or `check_deadline` raises.
     """
     if isinstance(guest, str):
         raise Unproven(guest)
-    num_workers = crew.num_threads + 1
+    num_workers = min(crew.num_threads + 1, max_decoders)
     tasks = _tasks(guest, wanted, num_workers=num_workers, max_task_frames=max_frames_ahead // (num_workers + 1))
     num_codec_threads = min(max(1, num_workers // len(tasks)), MAX_CODEC_THREADS)
     # torch warns of memory that it might write to and must not, such as bytes.

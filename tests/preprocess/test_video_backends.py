@@ -381,7 +381,9 @@ def guest_of(content: bytes, **changes: Any) -> Guest:
 
 def with_torchcodec(guest: Guest, emit: Callable[[int, NDArray[np.uint8]], None], **changes: Any) -> None:
     arguments: dict[str, Any] = {"crew": NO_CREW, "team": Teamwork(), "check_deadline": go_on} | changes
-    decode_with_torchcodec(guest, [(0, 3), (1, 30)], emit, limits=LIMITS, max_frames_ahead=100, **arguments)
+    decode_with_torchcodec(
+        guest, [(0, 3), (1, 30)], emit, limits=LIMITS, max_frames_ahead=100, max_decoders=16, **arguments
+    )
 
 
 def with_decord(guest: Guest, emit: Callable[[int, NDArray[np.uint8]], None], **changes: Any) -> None:

@@ -135,7 +135,7 @@ def assembly_of(num_frames: int, *, max_open_parts: int, parts: list[MediaPart] 
         height=32,
         width=32,
         put=(parts if parts is not None else []).append,
-        patches_per_part=4,
+        pairs_per_part=1,
         raw=False,
         max_open_parts=max_open_parts,
     )

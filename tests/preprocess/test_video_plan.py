@@ -97,6 +97,7 @@ def planned(content: bytes, index: VideoIndex, numbers: list[int], crew: Crew) -
         crew=crew,
         team=Teamwork(),
         max_frames_ahead=1000,
+        max_decoders=16,
         check_deadline=go_on,
     )
     return [found[place] for place in range(len(numbers))]

@@ -76,6 +76,7 @@ def planned(content: bytes, numbers: list[int]) -> list[NDArray[np.uint8]]:
         crew=NO_CREW,
         team=Teamwork(),
         max_frames_ahead=1000,
+        max_decoders=16,
         check_deadline=lambda: None,
     )
     return [found[place] for place in range(len(numbers))]
@@ -219,6 +220,7 @@ def test_several_decoders_leave_out_alike() -> None:
         crew=crew,
         team=Teamwork(),
         max_frames_ahead=12,
+        max_decoders=16,
         check_deadline=lambda: None,
     )
     crew.close()
