@@ -3,7 +3,7 @@
 import time
 
 from encoder.cache.store import EmbeddingStore
-from encoder.errors import EmbeddingLost
+from encoder.errors import EmbeddingLost, EncoderBusy
 from encoder.failures import failure_of
 from encoder.types import EmbeddingRef, EncodeFailure, FetchRows, Rows
 from encoder.wire import TensorFrame
@@ -13,8 +13,8 @@ _COPY_LEASE_S = 60.0
 
 
 def frame_of(store: EmbeddingStore, ref: EmbeddingRef) -> TensorFrame:
-    """A copy of the rows, `[num_rows, width]`."""
-    return TensorFrame(ref.dtype, (ref.num_rows, ref.width), store.content(ref.key))
+    """A copy of the rows, `[num_rows, width]`, of a reference that this process has just leased."""
+    return TensorFrame(ref.dtype, (ref.num_rows, ref.width), store.leased_content(ref))
 
 
 def rows_of(
@@ -25,6 +25,8 @@ def rows_of(
         ref = store.lease(request.key, owner=asker, expires_s=time.time() + _COPY_LEASE_S)
     except KeyError:
         return _gone(request), ()
+    except EncoderBusy as error:
+        return failure_of(request.request_id, error), ()
     try:
         if ref.checksum != request.checksum:
             return _gone(request), ()

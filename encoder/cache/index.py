@@ -38,6 +38,9 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 1e-3
 # Pages of journal before they are moved to the index itself: that takes about a millisecond.
 _CHECKPOINT_PAGES = 256
 
+# RETURNING.
+_OLDEST_SQLITE = (3, 35)
+
 _SCHEMA = """
 CREATE TABLE arena (
     version INTEGER NOT NULL, page_bytes INTEGER NOT NULL, num_pages INTEGER NOT NULL,
@@ -243,10 +246,9 @@ class Index:
                 cursor = self._database.execute(statement, arguments)
             except sqlite3.OperationalError as error:
                 code = error.sqlite_errorcode & 0xFF
-                if code == sqlite3.SQLITE_FULL:
-                    raise EncoderBusy(
-                        "shared memory is full: no room for the arena's index", retry_after_s=1.0
-                    ) from error
+                if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
+                    full = "shared memory is full: no room for the arena's index"
+                    raise EncoderBusy(full, retry_after_s=1.0) from error
                 if code not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
                     raise
                 now_s = time.monotonic()
@@ -262,7 +264,10 @@ class Index:
 
 
 def open_database(path: Path) -> sqlite3.Connection:
-    """Raises ArenaUnavailable when the file is no index of an arena."""
+    """Raises ArenaUnavailable when the file is no index of an arena, or this Python's SQLite is too old for any."""
+    if sqlite3.sqlite_version_info < _OLDEST_SQLITE:
+        needed = ".".join(map(str, _OLDEST_SQLITE))
+        raise ArenaUnavailable(f"this Python has SQLite {sqlite3.sqlite_version}; the arena's index needs {needed}")
     try:
         database = sqlite3.connect(
             f"file:{path}?mode=rw", uri=True, isolation_level=None, timeout=0, check_same_thread=False

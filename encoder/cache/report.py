@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from encoder.cache.arena import INDEX_SUFFIX, SHM_DIR, Extent
 from encoder.cache.holder import Process
 from encoder.cache.index import Index
-from encoder.cache.store import StoreUsage, usage_of
+from encoder.cache.usage import StoreUsage, usage_of
 from encoder.errors import ArenaUnavailable
 
 

@@ -11,7 +11,7 @@ the arena locked; what ends something (release, abandon) is put off then, and do
 
 import logging
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,6 +23,7 @@ from encoder.cache.arena import Extent, Segment, checksum
 from encoder.cache.audit import audit
 from encoder.cache.holder import Process
 from encoder.cache.index import Index, RowFormat
+from encoder.cache.usage import StoreUsage, usage_of
 from encoder.errors import ArenaFull, EmbeddingLost, EmbeddingTooLarge, EncoderBusy
 from encoder.types import EmbeddingRef
 from preprocess.types import MediaKey, MediaLayout
@@ -57,17 +58,6 @@ class Reservation:
     extent: Extent
     destination: memoryview
     number: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoreUsage:
-    """Bytes of the arena by state; the four add up to `capacity_bytes`."""
-
-    capacity_bytes: int
-    free_bytes: int
-    evictable_bytes: int
-    leased_bytes: int
-    reserved_bytes: int
 
 
 class EmbeddingStore:
@@ -238,6 +228,16 @@ class EmbeddingStore:
         """End all leases that this store gave to an owner; how many there were."""
         return self._room_appeared(self._or_later(lambda: self._end("holder = ? AND owner = ?", (self._holder, owner))))
 
+    def keep_only(self, owner: str, lease_ids: Collection[str]) -> int:
+        """End the leases that an owner was given by any store, but these; how many. Its name is its own everywhere."""
+
+        def act() -> int:
+            given = self._index.rows("SELECT number, holder FROM leases WHERE owner = ?", (owner,))
+            ended = [number for number, holder in given if f"{holder}:{number}" not in lease_ids]
+            return sum(self._end("number = ?", (number,)) for number in ended)
+
+        return self._room_appeared(self._or_later(act))
+
     def expire(self, now_s: float) -> int:
         """End leases past their time, whoever gave them; how many there were."""
         if not self._index.rows("SELECT 1 FROM leases WHERE expires_s <= ? LIMIT 1", (now_s,)):
@@ -274,6 +274,11 @@ class EmbeddingStore:
         if checksum(copied) != entry.checksum:
             raise KeyError(key)
         return copied
+
+    def leased_content(self, ref: EmbeddingRef) -> bytes:
+        """A copy of the bytes of a reference whose lease has not ended; asks nobody."""
+        extent = Extent(ref.offset_bytes // self._segment.page_bytes, 0)
+        return bytes(self._segment.view(extent, ref.num_rows * self._rows.row_bytes))
 
     @property
     def num_leases(self) -> int:
@@ -371,20 +376,3 @@ class EmbeddingStore:
         if num_ended and self.on_room is not None:
             self.on_room()
         return num_ended
-
-
-def usage_of(index: Index) -> StoreUsage:
-    """Of one moment; what is neither free nor leased nor reserved can be evicted."""
-    page_bytes, num_pages = index.geometry.page_bytes, index.geometry.num_pages
-    free, leased, reserved = index.row(
-        "SELECT (SELECT coalesce(sum(stop - start), 0) FROM free),"
-        " (SELECT coalesce(sum(stop - start), 0) FROM entries WHERE num_leases > 0),"
-        " (SELECT coalesce(sum(stop - start), 0) FROM reservations)"
-    )
-    return StoreUsage(
-        capacity_bytes=num_pages * page_bytes,
-        free_bytes=free * page_bytes,
-        evictable_bytes=(num_pages - free - leased - reserved) * page_bytes,
-        leased_bytes=leased * page_bytes,
-        reserved_bytes=reserved * page_bytes,
-    )

@@ -79,7 +79,7 @@ def test_publish_then_lease_gives_the_bytes(store: EmbeddingStore) -> None:
     content = segment[ref.offset_bytes : ref.offset_bytes + ref.num_rows * ROW_BYTES]
     assert content == fill("a", 3)
     assert checksum(content) == ref.checksum
-    assert store.content(MediaKey("a")) == content
+    assert store.content(MediaKey("a")) == store.leased_content(ref) == content
     entry = store.lookup(MediaKey("a"))
     assert entry is not None
     assert (entry.layout, entry.warnings, entry.num_leases) == (layout_of(3), ("mended",), 1)
@@ -239,6 +239,12 @@ def test_an_arena_of_other_rows_or_another_version_is_refused(store: EmbeddingSt
     with contextlib.closing(sqlite3.connect(index_path(arena))) as database, database:
         database.execute("UPDATE arena SET version = 0")
     with pytest.raises(ArenaUnavailable, match="version 0"):
+        EmbeddingStore(arena, holder="x", rows=ROWS)
+
+
+def test_an_old_sqlite_is_named(arena: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite3, "sqlite_version_info", (3, 34, 1))
+    with pytest.raises(ArenaUnavailable, match=r"needs 3\.35"):
         EmbeddingStore(arena, holder="x", rows=ROWS)
 
 
