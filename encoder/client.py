@@ -1,18 +1,17 @@
-"""The caller's side of the encoder stage: route by key, send, one retry on another replica; and reading embeddings.
+"""The caller's side of the encoder stage: route by key, send, retries on other replicas; and reading embeddings.
 
 Loads no torch: `ArenaReader.tensor` imports it when it is called, everything else works on buffers.
 """
 
 import asyncio
-import contextlib
 import logging
+import math
 import mmap
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 import zmq.asyncio
 from numpy.typing import NDArray
@@ -20,28 +19,16 @@ from numpy.typing import NDArray
 from encoder.cache.arena import attach, checksum
 from encoder.errors import (
     EmbeddingLost,
-    EncodeDeadline,
     EncoderBusy,
     EncoderError,
     EncoderUnavailable,
     KeyMismatch,
     ReplicaLost,
 )
-from encoder.failures import error_of
-from encoder.links import Handler, Link, LinkDown, MemoryLink, ZmqLink
+from encoder.links import Handler, Link, MemoryLink, ZmqLink
+from encoder.remote import Answer, Remote
 from encoder.ring import Ring
-from encoder.types import (
-    CancelEncode,
-    EmbeddingRef,
-    EncodeFailure,
-    EncodeReply,
-    EncodeRequest,
-    EncoderInfo,
-    Farewell,
-    Goodbye,
-    Ping,
-    ReleaseLeases,
-)
+from encoder.types import EmbeddingRef, EncodeReply, EncodeRequest, EncoderInfo
 from encoder.wire import TensorFrame
 from preprocess.types import MediaKey, MediaOptions, Modality
 
@@ -52,93 +39,12 @@ logger = logging.getLogger(__name__)
 
 # Another replica may do better where one failed like this; any other failure is the medium's own.
 RETRYABLE = (ReplicaLost, EncoderBusy, EncoderUnavailable, KeyMismatch)
-# The server answers at the deadline; this much later the client stops believing that it will.
-REPLY_GRACE_S = 0.5
-_Answer = tuple[EncodeReply, Sequence[TensorFrame]]
-
-
-class _ReplicaState:
-    """One replica as the client sees it: its link, what it owes, and whether it can be used."""
-
-    def __init__(self, link: Link, on_change: Callable[[], None], clock: Callable[[], float]) -> None:
-        self.link = link
-        self.owed: dict[str, asyncio.Future[_Answer]] = {}
-        self.info: EncoderInfo | None = None
-        self.heard_s = clock()
-        self._on_change = on_change
-        self._clock = clock
-        self._sequence = 0
-        link.on_change = self._link_changed
-
-    @property
-    def is_up(self) -> bool:
-        return self.link.connected and self.info is not None and self.info.ready
-
-    def ping(self) -> None:
-        self._sequence += 1
-        with contextlib.suppress(LinkDown):
-            self.link.send(Ping(sequence=self._sequence))
-
-    def lose(self, reason: str) -> None:
-        """Forget the replica's state and end everything it owes."""
-        self.info = None
-        owed, self.owed = self.owed, {}
-        for future in owed.values():
-            if not future.done():
-                future.set_exception(ReplicaLost(f"encoder {self.link.name} {reason}"))
-        self._on_change()
-
-    def release(self, lease_ids: tuple[str, ...]) -> bool:
-        """End leases; False when the replica cannot be told."""
-        try:
-            self.link.send(ReleaseLeases(lease_ids=lease_ids))
-        except LinkDown:
-            return False
-        return True
-
-    async def follow(self) -> None:
-        """Take in messages until cancelled."""
-        while True:
-            message, tensors = await self.link.receive()
-            self.heard_s = self._clock()
-            match message:
-                case EncoderInfo():
-                    self._learn(message)
-                case EncodeReply() | EncodeFailure():
-                    self._settle(message, tensors)
-                case Farewell(sequence=sequence):
-                    self._let_go(sequence)
-
-    def _let_go(self, sequence: int) -> None:
-        """The replica has answered everything and ends: ask it no more, and say so."""
-        if self.info is not None:
-            self._learn(msgspec.structs.replace(self.info, ready=False))
-        with contextlib.suppress(LinkDown):
-            self.link.send(Goodbye(sequence=sequence))
-
-    def _learn(self, info: EncoderInfo) -> None:
-        if self.info is not None and self.info.incarnation != info.incarnation:
-            self.lose("was restarted")
-        self.info = info
-        self._on_change()
-
-    def _settle(self, message: EncodeReply | EncodeFailure, tensors: Sequence[TensorFrame]) -> None:
-        future = self.owed.pop(message.request_id, None)
-        if future is None or future.done():
-            if isinstance(message, EncodeReply):
-                # Nobody waits any more, so nobody else would release it.
-                self.release((message.ref.lease_id,))
-        elif isinstance(message, EncodeReply):
-            future.set_result((_with_source(message, self.link.name), tensors))
-        else:
-            future.set_exception(error_of(message))
-
-    def _link_changed(self) -> None:
-        self.heard_s = self._clock()
-        if self.link.connected:
-            self.ping()
-        else:
-            self.lose("closed the connection")
+# The replica is gone or about to go. If there is no other, the next one to come up is waited for.
+GOING = (ReplicaLost, EncoderUnavailable)
+# One retry where the replica lives. A replica may be lost by chance twice in a row, while all are restarted one by one;
+# but a medium that took this many with it is not given to yet another.
+MAX_REFUSED = 2
+MAX_LOST = 3
 
 
 class EncoderClient:
@@ -149,16 +55,21 @@ class EncoderClient:
         links: Sequence[Link],
         *,
         ping_period_s: float = 1.0,
-        silence_timeout_s: float = 15.0,
+        silence_timeout_s: float = 5.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """A replica that answers no ping for `silence_timeout_s` is taken for wedged until it speaks again."""
+        """A replica that answers no ping for `silence_timeout_s` has lost what it owes and is not up until it speaks.
+
+        From half of that on it is passed over, like one whose tower is stuck.
+        """
         self._context: zmq.asyncio.Context | None = None
         self._ping_period_s = ping_period_s
-        self._silence_timeout_s = silence_timeout_s
         self._clock = clock
         self._changed = asyncio.Event()
-        self._replicas = {link.name: _ReplicaState(link, self._wake, clock) for link in links}
+        max_unanswered = math.ceil(silence_timeout_s / ping_period_s)
+        self._replicas = {
+            link.name: Remote(link, self._changed.set, max_unanswered=max_unanswered, clock=clock) for link in links
+        }
         self._ring = Ring([link.name for link in links])
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
@@ -232,10 +143,24 @@ class EncoderClient:
         reply, tensors = await self._encode(content, modality, options, key, deadline_unix_s, inline=True)
         return reply, tensors[0]
 
+    def loads(self) -> dict[str, int]:
+        """Requests that every replica owes an answer, by address."""
+        return {name: replica.load for name, replica in self._replicas.items()}
+
+    @property
+    def num_held(self) -> int:
+        """Leases that were given and not given back."""
+        return sum(replica.num_held for replica in self._replicas.values())
+
     def release(self, ref: EmbeddingRef) -> None:
-        """End the lease of a reference, through any replica that shares its arena; harmless when it has ended."""
-        for replica in self._replicas.values():
-            if replica.info is not None and replica.info.arena == ref.arena and replica.release((ref.lease_id,)):
+        """End the lease of a reference; harmless when it has ended.
+
+        Who gave it is told, or any replica that shares its arena.
+        """
+        replicas = sorted(self._replicas.values(), key=lambda replica: not replica.holds(ref.lease_id))
+        for replica in replicas:
+            is_there = replica.info is not None and replica.info.arena == ref.arena
+            if (is_there or replica.holds(ref.lease_id)) and replica.release(ref.lease_id):
                 return
 
     async def _encode(
@@ -247,10 +172,11 @@ class EncoderClient:
         deadline_unix_s: float,
         *,
         inline: bool,
-    ) -> _Answer:
+    ) -> Answer:
         failed: set[str] = set()
         last_error: EncoderError | None = None
-        for _ in range(2):
+        num_lost = num_refused = 0
+        while num_lost < MAX_LOST and num_refused < MAX_REFUSED:
             replica = await self._pick(key, failed, last_error, deadline_unix_s)
             # An id of its own per attempt: a late reply to the first never meets the second.
             request = EncodeRequest(
@@ -262,44 +188,32 @@ class EncoderClient:
                 inline=inline,
             )
             try:
-                return await self._ask(replica, request, content)
+                return await replica.ask(request, content)
             except RETRYABLE as error:
-                logger.info("encoder %s did not serve %s: %s", replica.link.name, key, error)
-                failed.add(replica.link.name)
+                logger.info("encoder %s did not serve %s: %s", replica.name, key, error)
+                failed.add(replica.name)
                 last_error = error
+                num_lost += isinstance(error, ReplicaLost)
+                num_refused += not isinstance(error, GOING)
         assert last_error is not None
         raise last_error
 
     async def _pick(
         self, key: MediaKey, failed: set[str], last_error: EncoderError | None, deadline_unix_s: float
-    ) -> _ReplicaState:
+    ) -> Remote:
         """The replica to try. After a failure another one; the same one only if it was lost and no other is up."""
         while True:
-            loads = {name: len(replica.owed) for name, replica in self._replicas.items() if replica.is_up}
-            name = self._ring.choose(key, loads, frozenset(failed))
-            if name is None and isinstance(last_error, ReplicaLost):
-                name = self._ring.choose(key, loads)
+            up = {name: replica.load for name, replica in self._replicas.items() if replica.is_up}
+            sound = {name: load for name, load in up.items() if self._replicas[name].is_sound}
+            excluded = frozenset(failed)
+            name = self._ring.choose(key, sound, excluded) or self._ring.choose(key, up, excluded)
+            if name is None and isinstance(last_error, GOING):
+                name = self._ring.choose(key, sound) or self._ring.choose(key, up)
             if name is not None:
                 return self._replicas[name]
-            if last_error is not None and not isinstance(last_error, ReplicaLost):
+            if last_error is not None and not isinstance(last_error, GOING):
                 raise last_error
             await self._wait_until_up(deadline_unix_s)
-
-    async def _ask(self, replica: _ReplicaState, request: EncodeRequest, content: bytes) -> _Answer:
-        future: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
-        replica.owed[request.request_id] = future
-        try:
-            replica.link.send(request, [TensorFrame.of_bytes(content)])
-            timeout_s = max(0.0, request.deadline_unix_s - self._clock()) + REPLY_GRACE_S
-            return await asyncio.wait_for(future, timeout_s)
-        except LinkDown as error:
-            raise ReplicaLost(str(error)) from error
-        except TimeoutError as error:
-            raise EncodeDeadline("the encoder did not answer before the deadline") from error
-        finally:
-            if replica.owed.pop(request.request_id, None) is not None:
-                with contextlib.suppress(LinkDown):
-                    replica.link.send(CancelEncode(request_id=request.request_id))
 
     async def _wait_until_up(self, deadline_unix_s: float) -> None:
         while not any(replica.is_up for replica in self._replicas.values()):
@@ -311,23 +225,11 @@ class EncoderClient:
             except TimeoutError as error:
                 raise EncoderUnavailable("no encoder is up", retry_after_s=1.0) from error
 
-    def _wake(self) -> None:
-        self._changed.set()
-
     async def _ping(self) -> None:
         while True:
             await asyncio.sleep(self._ping_period_s)
             for replica in self._replicas.values():
                 replica.ping()
-                if replica.is_up and self._clock() - replica.heard_s > self._silence_timeout_s:
-                    replica.lose(f"has been silent for {self._silence_timeout_s:g} s")
-
-
-def _with_source(reply: EncodeReply, address: str) -> EncodeReply:
-    """The reply with the place where a reader on another host asks for the rows."""
-    if not address.startswith("tcp://"):
-        return reply
-    return msgspec.structs.replace(reply, ref=msgspec.structs.replace(reply.ref, source=address))
 
 
 def _report(task: "asyncio.Task[None]") -> None:

@@ -31,6 +31,9 @@ HEARTBEAT_MS = 1000
 # A peer that announces a larger frame is disconnected before the memory is taken.
 MAX_FRAME_BYTES = 2**30
 HEARTBEAT_TIMEOUT_MS = 4000
+# A peer that lives is back sooner: it tries again every second, and says which leases it holds. Until then they stand,
+# since it may be reading rows under them.
+ABSENCE_S = 15.0
 # How long a server that has drained waits until its peers have read the last replies.
 PARTING_S = 5.0
 
@@ -77,7 +80,13 @@ class Handler(Protocol):
         peer: str = "local",
     ) -> None: ...
 
-    def disconnect(self, peer: str) -> None: ...
+    def end_requests(self, peer: str) -> None:
+        """The peer cannot be reached at present."""
+        ...
+
+    def disconnect(self, peer: str) -> None:
+        """The peer is gone for good."""
+        ...
 
 
 class MemoryLink:
@@ -212,6 +221,7 @@ class ZmqEndpoint:
         self._outbox: asyncio.Queue[tuple[bytes, list[Buffer]]] = asyncio.Queue()
         self._partings: Partings[bytes] = Partings()
         self._partings_changed = asyncio.Event()
+        self._absent: dict[bytes, asyncio.TimerHandle] = {}
         self._socket = context.socket(zmq.ROUTER)
         _harden(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -244,6 +254,8 @@ class ZmqEndpoint:
             for task in self.tasks:
                 task.cancel()
             await asyncio.gather(*self.tasks, return_exceptions=True)
+        for identity in list(self._absent):
+            self._is_back(identity)
         # What was handed to ZMQ gets a moment to leave the process.
         self._socket.close(200)
 
@@ -264,6 +276,7 @@ class ZmqEndpoint:
     async def _read(self) -> None:
         while True:
             identity, *frames = await self._socket.recv_multipart()
+            self._is_back(identity)
             try:
                 message, tensors = self._codec.decode(frames)
             except WireError as error:
@@ -290,11 +303,24 @@ class ZmqEndpoint:
             try:
                 await self._socket.send_multipart([identity, *frames])
             except zmq.ZMQError as error:
-                # EHOSTUNREACH: the peer is gone, and with it everyone who could release its leases.
+                # EHOSTUNREACH
                 logger.info("peer %s cannot be reached (%s)", identity.hex(), error)
-                self._server.disconnect(identity.hex())
+                self._server.end_requests(identity.hex())
                 self._partings.forget(identity)
                 self._partings_changed.set()
+                if identity not in self._absent:
+                    later = asyncio.get_running_loop().call_later
+                    self._absent[identity] = later(ABSENCE_S, self._is_gone, identity)
+
+    def _is_gone(self, identity: bytes) -> None:
+        """With a peer that does not come back goes everyone who could release its leases."""
+        del self._absent[identity]
+        self._server.disconnect(identity.hex())
+
+    def _is_back(self, identity: bytes) -> None:
+        timer = self._absent.pop(identity, None)
+        if timer is not None:
+            timer.cancel()
 
 
 def _harden(socket: zmq.asyncio.Socket) -> None:

@@ -24,9 +24,10 @@ from encoder.errors import ArenaUnavailable
 from encoder.fingerprint import checkpoint_fingerprint
 from encoder.links import ZmqEndpoint
 from encoder.runner import TowerRunner
-from encoder.server import EncoderServer, Replica
+from encoder.server import EncoderServer
 from encoder.tiers.base import TierFailed, open_tier
 from encoder.tiers.second import SecondTier
+from encoder.types import Replica
 from preprocess.config import ProcessorConfig
 from preprocess.errors import DecoderUnavailable
 from preprocess.pool import DecodePool

@@ -21,10 +21,10 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from encoder.cache.room import RoomQueue
-from encoder.cache.store import EmbeddingStore, Entry, Reservation, StoreUsage
+from encoder.cache.store import EmbeddingStore, Entry, Reservation
+from encoder.cache.usage import StoreUsage
 from encoder.config import EncoderConfig
 from encoder.errors import (
     DuplicateRequest,
@@ -48,8 +48,10 @@ from encoder.types import (
     EncodeRequest,
     EncoderInfo,
     FetchRows,
+    KeepLeases,
     Ping,
     ReleaseLeases,
+    Replica,
     StageTimings,
     ToEncoder,
 )
@@ -64,15 +66,6 @@ logger = logging.getLogger(__name__)
 HOUSEKEEPING_PERIOD_S = 1.0
 PERIODS_PER_CHECK = 30  # an idle server checks its books
 _STORE_DRAIN_S = 2.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replica:
-    """Who this encoder is: its name, this start of the process, and the weights it runs."""
-
-    name: str
-    incarnation: str
-    fingerprint: str
 
 
 class EncoderServer:
@@ -161,6 +154,8 @@ class EncoderServer:
             case ReleaseLeases():
                 for lease_id in message.lease_ids:
                     self._store.release(lease_id)
+            case KeepLeases():
+                self._counters["leases_reclaimed"] += self._store.keep_only(peer, set(message.lease_ids))
             case FetchRows():
                 reply(*rows_of(self._store, message, asker=peer))
             case Ping():
@@ -209,9 +204,13 @@ class EncoderServer:
 
     def disconnect(self, peer: str) -> None:
         """A transport found that a peer is gone: end its requests and leases now instead of at their deadlines."""
+        self.end_requests(peer)
+        self._counters["leases_reclaimed"] += self._store.release_owner(peer)
+
+    def end_requests(self, peer: str) -> None:
+        """A peer cannot be reached, and whatever it asked for it asks again if it comes back."""
         for waiter in [waiter for (owner, _), waiter in self._waiters.items() if owner == peer]:
             self._fail(waiter, EncodeCancelled("the peer is gone"))
-        self._counters["leases_reclaimed"] += self._store.release_owner(peer)
 
     def _receive(self, request: EncodeRequest, tensors: Sequence[TensorFrame], reply: Reply, peer: str) -> None:
         self._counters["requests"] += 1

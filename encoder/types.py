@@ -3,10 +3,21 @@
 Everything here is msgspec and plain Python: the gateway imports this module and must not pay for torch.
 """
 
+from dataclasses import dataclass
+
 import msgspec
 
 from preprocess.config import VideoBackend
 from preprocess.types import MediaKey, MediaLayout, MediaOptions, Modality
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """Who an encoder is: its name, this start of the process, and the weights it runs."""
+
+    name: str
+    incarnation: str
+    fingerprint: str
 
 
 class EmbeddingRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +102,16 @@ class ReleaseLeases(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
     lease_ids: tuple[str, ...]
 
 
+class KeepLeases(msgspec.Struct, frozen=True, kw_only=True, tag="keep"):
+    """All that the sender still holds of what it was given on this connection and on those it replaces.
+
+    The first word on a connection that is there again. What was given in replies that were lost, or given back to a
+    process that was killed before it read of it, ends here instead of at its deadline.
+    """
+
+    lease_ids: tuple[str, ...]
+
+
 class FetchRows(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_rows"):
     """Ask for the rows of a reference, for a reader that cannot map its arena (another host).
 
@@ -153,5 +174,5 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
     """Part of the key of a video; see `preprocess.config.ProcessorConfig`."""
 
 
-ToEncoder = EncodeRequest | CancelEncode | ReleaseLeases | FetchRows | Ping | Goodbye
+ToEncoder = EncodeRequest | CancelEncode | ReleaseLeases | KeepLeases | FetchRows | Ping | Goodbye
 FromEncoder = EncodeReply | EncodeFailure | Rows | EncoderInfo | Farewell

@@ -174,12 +174,23 @@ async def test_one_retry_on_the_next_replica(behave: Callable[[ScriptedLink, Enc
     assert links[0].requests()[0].request_id != links[1].requests()[0].request_id
 
 
-async def test_only_one_retry() -> None:
+async def test_only_one_retry_where_replicas_live() -> None:
+    links = owner_first(refuse, refuse, answer)
+    async with client_of(*links) as client:
+        with pytest.raises(EncoderBusy):
+            await encode(client)
+    assert not links[2].requests()
+
+
+async def test_two_losses_in_a_row_end_in_an_answer_and_three_do_not() -> None:
     links = owner_first(die, die, answer)
+    async with client_of(*links) as client:
+        assert (await encode(client)).ref.lease_id.startswith(links[2].incarnation)
+    links = owner_first(die, die, die, answer)
     async with client_of(*links) as client:
         with pytest.raises(ReplicaLost):
             await encode(client)
-    assert not links[2].requests()
+    assert not links[3].requests()
 
 
 async def test_the_medium_s_own_fault_is_not_retried() -> None:

@@ -14,12 +14,18 @@ from encoder.links import ZmqEndpoint
 from encoder.types import EncodeFailure, EncodeRequest, EncoderInfo, Farewell, FromEncoder, Goodbye, Ping, ToEncoder
 from encoder.wire import Codec, TensorFrame
 from preprocess.types import MediaKey, MediaOptions, Modality
+from tests.fakes.encoder_peer import until
 
 READ_S = 10.0
 
 
 class Draining:
     """A server that refuses everything, as one does that shuts down."""
+
+    def __init__(self) -> None:
+        self.unreached: list[str] = []
+        self.gone: list[str] = []
+        self.reply: Callable[[FromEncoder, Sequence[TensorFrame]], None] | None = None
 
     def handle(
         self,
@@ -29,6 +35,7 @@ class Draining:
         *,
         peer: str = "local",
     ) -> None:
+        self.reply = reply
         if isinstance(message, EncodeRequest):
             failure = EncodeFailure(request_id=message.request_id, code="unavailable", message="", status=503)
             reply(failure, ())
@@ -52,15 +59,20 @@ class Draining:
                 (),
             )
 
+    def end_requests(self, peer: str) -> None:
+        self.unreached.append(peer)
+
     def disconnect(self, peer: str) -> None:
-        pass
+        self.gone.append(peer)
 
 
 class Reader:
     """The other end: a DEALER as clients have it, read by hand."""
 
-    def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
+    def __init__(self, context: zmq.asyncio.Context, address: str, identity: bytes | None = None) -> None:
         self._socket = context.socket(zmq.DEALER)
+        if identity is not None:
+            self._socket.setsockopt(zmq.ROUTING_ID, identity)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.connect(address)
@@ -150,3 +162,40 @@ async def test_a_peer_that_stands_still_is_waited_for_in_bounds(
         assert isinstance(await reader.read(), EncodeFailure)
         await asyncio.wait_for(endpoint.stop(), READ_S)
         assert "goodbye" in caplog.text
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+async def test_a_peer_out_of_reach_is_gone_only_if_it_stays_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_back: bool
+) -> None:
+    monkeypatch.setattr(links, "ABSENCE_S", 0.3)
+    context = zmq.asyncio.Context()
+    server = Draining()
+    try:
+        endpoint = ZmqEndpoint(f"ipc://{tmp_path}/e", server, context)
+        endpoint.start()
+        reader = Reader(context, endpoint.address, b"me")
+        await reader.say(request("a"))
+        assert isinstance(await reader.read(), EncodeFailure)
+        reader.close()
+
+        def talk_to_nobody() -> bool:
+            assert server.reply is not None
+            server.reply(EncodeFailure(request_id="a", code="late", message="", status=500), ())
+            return bool(server.unreached)
+
+        await until(talk_to_nobody)
+        assert set(server.unreached) == {b"me".hex()}
+        assert not server.gone
+        if comes_back:
+            reader = Reader(context, endpoint.address, b"me")
+            await reader.say(Ping(sequence=1))
+            await asyncio.sleep(0.5)
+            assert not server.gone
+            reader.close()
+        else:
+            await until(lambda: bool(server.gone))
+            assert server.gone == [b"me".hex()]
+        await endpoint.stop()
+    finally:
+        context.destroy(linger=0)

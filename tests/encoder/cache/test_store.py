@@ -110,6 +110,20 @@ def test_leases_block_eviction_and_expire(store: EmbeddingStore, other: Embeddin
     assert store.lookup(MediaKey("c")) is not None
 
 
+def test_an_owner_keeps_only_what_it_says_whoever_gave_it(store: EmbeddingStore, other: EmbeddingStore) -> None:
+    for key in "abc":
+        put(store, key, 16)
+    held = [at.lease(MediaKey(key), owner="me", expires_s=10.0) for key, at in [("a", store), ("a", other)]]
+    lost = [at.lease(MediaKey(key), owner="me", expires_s=10.0) for key, at in [("a", other), ("b", store)]]
+    foreign = store.lease(MediaKey("c"), owner="you", expires_s=10.0)
+    assert other.keep_only("me", {ref.lease_id for ref in held} | {"oth:77", "nonsense"}) == 2
+    assert other.keep_only("me", {ref.lease_id for ref in held}) == 0
+    put(other, "d", 16)
+    assert [key for key in "abcd" if store.lookup(MediaKey(key))] == ["a", "c", "d"]
+    assert [store.release(ref.lease_id) for ref in (*held, *lost, foreign)] == [True, True, False, False, True]
+    assert other.keep_only("me", ()) == 0
+
+
 def test_what_never_fits_is_refused_for_good(store: EmbeddingStore) -> None:
     with pytest.raises(EmbeddingTooLarge) as caught:
         store.reserve(MediaKey("a"), NUM_PAGES * PAGE_BYTES // ROW_BYTES + 1)
