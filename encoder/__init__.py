@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from encoder.local import LocalEmbedding, LocalEncoder, LocalRows
     from encoder.process import open_server, run_encoder
     from encoder.sglang.config import SglangConfig
+    from encoder.towers.serving import ServingTowers
+    from encoder.towers.trial import TowerTrial, audio_trial, matmul_flops_per_s, num_threads, vision_trial
     from encoder.towers.weights import load_towers
 
 __all__ = [
@@ -33,20 +35,26 @@ __all__ = [
     "LocalRows",
     "MemoryLink",
     "Part",
+    "ServingTowers",
     "SglangConfig",
     "StoredDtype",
     "TensorSpec",
+    "TowerTrial",
     "arena_reports",
     "audio_encoder_tensors",
     "audio_tokenizer_tensors",
+    "audio_trial",
     "clear_arena",
     "embedding_arena",
     "load_towers",
+    "matmul_flops_per_s",
+    "num_threads",
     "open_server",
     "run_encoder",
     "run_front",
     "used_tokenizer_name",
     "vision_tensors",
+    "vision_trial",
 ]
 
 _HOMES = {
@@ -57,20 +65,26 @@ _HOMES = {
     "LocalRows": "encoder.local",
     "MemoryLink": "encoder.links",
     "Part": "encoder.inventory",
+    "ServingTowers": "encoder.towers.serving",
     "SglangConfig": "encoder.sglang.config",
     "StoredDtype": "encoder.inventory",
     "TensorSpec": "encoder.inventory",
+    "TowerTrial": "encoder.towers.trial",
     "arena_reports": "encoder.cache.report",
     "audio_encoder_tensors": "encoder.inventory",
     "audio_tokenizer_tensors": "encoder.inventory",
+    "audio_trial": "encoder.towers.trial",
     "clear_arena": "encoder.cache.report",
     "embedding_arena": "encoder.cache.host",
     "load_towers": "encoder.towers.weights",
+    "matmul_flops_per_s": "encoder.towers.trial",
+    "num_threads": "encoder.towers.trial",
     "open_server": "encoder.process",
     "run_encoder": "encoder.process",
     "run_front": "encoder.front.process",
     "used_tokenizer_name": "encoder.inventory",
     "vision_tensors": "encoder.inventory",
+    "vision_trial": "encoder.towers.trial",
 }
 
 

@@ -43,11 +43,16 @@ def tile_rows(width: int, device: torch.device) -> int:
     return WIDE_TILE_ROWS if width >= WIDE_FROM else NARROW_TILE_ROWS
 
 
-def should_pack(width: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether oneDNN's packed products are there, and worth the dozen microseconds more that a call costs."""
-    if device.type != "cpu" or width < WIDE_FROM or not torch._C._has_mkldnn:
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether oneDNN computes products of this dtype here."""
+    if device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def should_pack(width: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether packed products are to be had, and worth the dozen microseconds more that a call costs."""
+    return width >= WIDE_FROM and can_pack(dtype, device)
 
 
 def pack(weight: Tensor, bias: Tensor | None, *, packed: bool) -> Linear:

@@ -15,6 +15,7 @@ from encoder.config import EncoderConfig
 from encoder.errors import TowerFailed
 from encoder.local import LocalEncoder
 from encoder.runner import MediumRows, TowerJob, TowerRunner
+from encoder.towers.serving import ServingTowers
 from encoder.towers.weights import Towers, load_towers
 from preprocess.config import ProcessorConfig
 from preprocess.errors import MediaUnsupported
@@ -241,3 +242,82 @@ def test_a_modality_without_tower_is_refused(
     encoder = LocalEncoder(tmp_path)
     with pytest.raises(MediaUnsupported, match="audio"):
         encoder.encode(make_wav(), Modality.AUDIO)
+
+
+def test_media_of_a_batch_share_a_pass_as_far_as_they_fit(runner: TowerRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    media = [picture(4, 4, seed=1), picture(4, 6, seed=2), picture(2, 2, 9, seed=3), picture(2, 2, seed=4)]
+
+    def passes_of(jobs: list[TowerJob]) -> int:
+        before = runner.num_passes
+        assert runner.run_sync(jobs) == [None] * len(jobs)
+        return runner.num_passes - before
+
+    together = [job_of(runner, patches) for patches in media]
+    assert passes_of(together) == 1
+    monkeypatch.setattr(runner_module, "PASS_PATCHES", 40)
+    # 16 + 24 patches, 36 + 4.
+    assert passes_of([job_of(runner, patches) for patches in media]) == 2
+    alone = [job_of(runner, patches) for patches in media]
+    assert [passes_of([job]) for job in alone] == [1] * 4
+    assert [bytes_of(job) for job in alone] == [bytes_of(job) for job in together]
+    monkeypatch.setattr(runner_module, "PASS_PATCHES", 8)
+    # Larger than a pass: by itself, in passes of its own.
+    assert passes_of([job_of(runner, patches) for patches in media]) == 1 + 1 + 5 + 1
+
+
+def test_sounds_of_a_batch_share_a_pass(runner: TowerRunner) -> None:
+    def sound(frames: int) -> TowerJob:
+        mel = np.random.RandomState(frames).standard_normal((frames, 128)).astype(np.float32)
+        return TowerJob.of_sound(
+            rows_for(runner, MediaLayout(Modality.AUDIO, num_audio_rows=-(-frames // 16))), MelFrames(mel, 1.0)
+        )
+
+    frames = (40, 333, 7, 40, 800)
+    alone = [sound(number) for number in frames]
+    assert [runner.run_sync([job]) for job in alone] == [[None]] * 5
+    together = [sound(number) for number in frames]
+    before = runner.num_passes
+    # A picture between them is a pass of its own kind.
+    assert runner.run_sync([*together[:2], job_of(runner, picture(2, 2)), *together[2:]]) == [None] * 6
+    assert runner.num_passes == before + 2
+    assert [bytes_of(job) for job in together] == [bytes_of(job) for job in alone]
+
+
+def test_when_a_pass_fails_each_of_its_media_is_tried_alone(
+    runner: TowerRunner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows_of = runner._towers.rows_of_pictures
+
+    def too_large(pictures: list[torch.Tensor], grids: list[tuple[int, int, int]]) -> list[torch.Tensor]:
+        if len(grids) > 1:
+            raise RuntimeError("out of memory, say")
+        return rows_of(pictures, grids)
+
+    monkeypatch.setattr(runner._towers, "rows_of_pictures", too_large)
+    jobs = [job_of(runner, picture(4, 4, seed=number)) for number in range(3)]
+    assert runner.run_sync(jobs) == [None] * 3
+    assert "a pass of 3 media failed" in caplog.text
+
+
+def test_where_company_matters_every_medium_runs_by_itself(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ServingTowers, "keep_media_apart", lambda self: False)
+    made = TowerRunner.load(tiny_model_dir, EncoderConfig())
+    try:
+        assert "each runs by itself" in caplog.text
+        assert (made.packs, made.num_refused_packing) == (False, 1)
+        jobs = [job_of(made, picture(4, 4, seed=number)) for number in range(3)]
+        assert made.run_sync(jobs) == [None] * 3
+        assert made.num_passes == 3
+    finally:
+        made.close()
+
+
+def test_a_compiler_that_does_not_work_is_refused(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no C++ compiler\nand a long story")
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: broken)
+    with pytest.raises(ValueError, match=r"encoder.compile is true, but .* here: no C\+\+ compiler$"):
+        TowerRunner.load(tiny_model_dir, EncoderConfig(compile=True))
