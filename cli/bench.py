@@ -107,7 +107,7 @@ def encoder(
     --role encoder` starts it, and the plain way, which encodes one request after another. "ratio" is the median over
     rounds of ours / plain way where more is better, as with requests per second and hits, and plain way / ours where
     less is; above 1 ours is better. "of limit" is the share of what the tower's arithmetic alone would allow. `--plot`
-    also draws latency and throughput over the number of requests at a time.
+    also draws latency and throughput over the number of requests at a time. All of it takes some six minutes.
 
     Example: mimo bench encoder --json encoder.json --plot encoder.png
 

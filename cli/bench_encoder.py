@@ -22,6 +22,7 @@ from cli.bench_encoder_ours import CpuMeter, encoder_deployment
 from cli.bench_encoder_plain import PlainEncoder, plain_server
 from cli.bench_encoder_ring import RING_CASES
 from cli.bench_server import slow_server, web_process
+from cli.bench_tower import CASES as TOWER_CASES
 from cli.load import BUILTIN_MODELS
 
 PACKAGES = ("torch", "numpy", "pillow", "simplejpeg", "aiohttp", "uvloop", "pyzmq", "msgspec")
@@ -33,6 +34,7 @@ _SIDES = (128, 1024)
 _NUM_PICTURES = 64
 _ROUNDS = 5
 _MAX_REPLICAS = 8
+_LIMIT_BATCH = 8
 # Two ways to resize differ by a grey level here and there; another picture or another tower by everything.
 _MAX_ERROR = 0.1
 _TOLD_CPU_S = 0.0005
@@ -170,7 +172,8 @@ def _towers_alone(album: Album, num_threads: int, *, of_requests: float) -> Call
     the requests needed one."""
     encoder = PlainEncoder(BUILTIN_MODELS[_MODEL], num_threads=1)
     inputs = [encoder.prepare(picture.content) for picture in album.pictures]
-    clock = timed(lambda: [encoder.forward(prepared) for prepared in inputs])
+    batches = [inputs[start : start + _LIMIT_BATCH] for start in range(0, len(inputs), _LIMIT_BATCH)]
+    clock = timed(lambda: [encoder.forward(batch) for batch in batches])
     clock()
     return lambda: num_threads * len(inputs) / clock() / of_requests
 
@@ -240,7 +243,7 @@ def _digits(value: float) -> float:
 
 _OURS = "mimo serve --role encoder, a replica per thread, asked over HTTP"
 _PLAIN = "one request at a time: fetch, Pillow and numpy, one forward; no batch, no cache"
-_FORWARDS = "the forwards of the tower alone, as many at a time as there are threads"
+_FORWARDS = "the forwards of the tower alone, in batches of 8, as many at a time as there are threads"
 
 CASES: tuple[Case, ...] = (
     Case(
@@ -268,4 +271,5 @@ CASES: tuple[Case, ...] = (
         open=_sweep,
     ),
     *RING_CASES,
+    *TOWER_CASES,
 )

@@ -1,12 +1,14 @@
 """Encoding as plain servers do it: one request after another, each fetched, decoded, processed and sent through the
 tower by itself, with Pillow, numpy and, where that is faster, all threads for one forward. No batch, no cache.
 
-Behind the same kind of HTTP server as ours, with the same request and the same reply.
+With the tower that ours has, so that the two differ in how requests are served and in nothing else; and behind the
+same kind of HTTP server, with the same request and the same reply.
 """
 
 import asyncio
 import base64
 import io
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -96,12 +98,9 @@ class PlainEncoder:
         """
         import torch
 
-        from encoder import load_towers
+        from encoder import ServingTowers, load_towers
 
-        tower = load_towers(model_dir, torch.float32, "cpu").vision
-        if tower is None:
-            raise ValueError(f"{model_dir} has no vision tower")
-        self._tower = tower
+        self._towers = ServingTowers(load_towers(model_dir, torch.float32, "cpu"))
         self._config = ProcessorConfig.from_hf(read_json_object(model_dir / "config.json"))
         self.num_threads = min({1, num_threads}, key=self._forward_s)
         torch.set_num_threads(self.num_threads)
@@ -115,13 +114,13 @@ class PlainEncoder:
         times_s = []
         for _ in range(_NUM_TRIES):
             with Stopwatch() as watch:
-                self.forward(prepared)
+                self.forward([prepared])
             times_s.append(watch.elapsed_s)
         return median(times_s)
 
     def encode(self, content: bytes) -> NDArray[np.float32]:
         """[rows, width]"""
-        return self.forward(self.prepare(content))
+        return self.forward([self.prepare(content)])[0]
 
     def prepare(self, content: bytes) -> Prepared:
         """Decoded, resized, cut."""
@@ -135,11 +134,12 @@ class PlainEncoder:
         size = smart_resize(height, width, min_pixels=budget.min_pixels, max_pixels=budget.max_pixels)
         return Prepared(picture_patches(content, size), size[0] // PATCH_SIZE, size[1] // PATCH_SIZE)
 
-    def forward(self, prepared: Prepared) -> NDArray[np.float32]:
-        """[rows, width]"""
+    def forward(self, batch: Sequence[Prepared]) -> list[NDArray[np.float32]]:
+        """Per picture [rows, width], of one pass."""
         import torch
 
+        patches = [torch.from_numpy(prepared.patches) for prepared in batch]
         with torch.inference_mode():
-            rows = self._tower(torch.from_numpy(prepared.patches), [(1, prepared.height, prepared.width)])
-        array: NDArray[np.float32] = rows.numpy()
-        return array
+            made = self._towers.rows_of_pictures(patches, [(1, each.height, each.width) for each in batch])
+        # Copies: the towers use their memory again.
+        return [rows.numpy().copy() for rows in made]

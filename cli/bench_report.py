@@ -83,7 +83,7 @@ def _figure(value: float | None, unit: str) -> str:
         value, unit = value * 1000, "ms"
     if unit == "hits":
         return f"{value:.1%}"
-    unit = {"req/s": "/s"}.get(unit, unit)
+    unit = {"req/s": "/s", "GFLOP/s": "GF/s"}.get(unit, unit)
     return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
 
 
