@@ -1,6 +1,8 @@
 """A front over a real encoder server in the same process, and a client of it."""
 
 import base64
+import io
+import json
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -33,7 +35,10 @@ class Fronted:
 
     async def encode(self, *items: dict[str, Any], **fields: Any) -> tuple[int, Any]:
         """Status and body of `POST /v1/encode`."""
-        async with self.http.post("/v1/encode", json={"input": list(items), **fields}) as response:
+        # Not as json=..., of which aiohttp thinks that it is too much.
+        body = io.BytesIO(json.dumps({"input": list(items), **fields}).encode())
+        headers = {"Content-Type": "application/json"}
+        async with self.http.post("/v1/encode", data=body, headers=headers) as response:
             return response.status, await response.json()
 
     async def metric(self, line: str) -> float:

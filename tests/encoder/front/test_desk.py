@@ -1,16 +1,19 @@
 """The desk: where rows lie, whose the leases are, and what is refused before any work."""
 
 import asyncio
+import contextlib
 import mmap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from encoder.cache.arena import segment_path
 from encoder.errors import EncodeDeadline, EncoderBusy
 from encoder.local import LocalEncoder
+from encoder.types import EncodeReply
 from preprocess.config import FetchLimits
 from preprocess.errors import MediaInvalid, MediaUndecodable
 from preprocess.types import MediaOptions, MediaSource, Modality
@@ -130,4 +133,27 @@ async def test_whoever_leaves_at_any_moment_leaves_no_lease_behind(
         done = (await asyncio.gather(asking, return_exceptions=True))[0]
         if not isinstance(done, BaseException):
             done.release()
+        await parts.until_idle()
+
+
+async def test_an_answer_that_comes_in_the_moment_of_leaving_is_given_back(
+    tiny_model_dir: Path, make_png: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fronted(tiny_model_dir) as parts:
+        ask, answered = parts.client.encode, asyncio.Event()
+
+        async def too_late(*arguments: Any) -> EncodeReply:
+            reply = await ask(*arguments)
+            answered.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+            return reply
+
+        monkeypatch.setattr(parts.client, "encode", too_late)
+        asking = asyncio.create_task(parts.front.desk.encode(image(make_png(1)), asker=1, deadline_unix_s=soon() + 60))
+        await answered.wait()
+        assert leased_bytes(parts) > 0
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
         await parts.until_idle()
