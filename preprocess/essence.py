@@ -9,7 +9,7 @@ that only a later step would look at are collected here, for refusal before anyt
     ICO        the largest picture alone
     TIFF       see `preprocess.tiff`
     WebP, JPEG 2000, AVIF, HEIC, PNM
-               unchanged; sizes checked
+               unchanged; sizes checked, and that no tile is missing
 """
 
 from __future__ import annotations
@@ -115,6 +115,10 @@ def _raw_profile(text: bytes) -> bytes | None:
 
 
 def _gif(content: bytes, limits: DecodeLimits) -> Essence:
+    width, height = struct.unpack_from("<HH", content, 6)
+    if not width or not height:
+        raise MediaUndecodable(f"GIF of {width} x {height} pixels")
+    check_size(width, height, limits)
     at = 13 + _colours_size(content[10])
     control = b""
     for _ in range(_MAX_BLOCKS):
@@ -200,7 +204,27 @@ def _jpeg2000(content: bytes, limits: DecodeLimits) -> Essence:
     # A tile costs kilobytes before it has a pixel.
     if num_tiles > 64 + width * height // 1024:
         raise MediaUndecodable(f"JPEG 2000 of {width} x {height} pixels in {num_tiles} tiles")
+    num_there = len(_tiles_there(content, at))
+    if num_there < num_tiles:
+        # The decoder would leave them grey.
+        raise MediaUndecodable(f"truncated JPEG 2000: of {num_tiles} tiles {num_there} are there")
     return Essence(content)
+
+
+def _tiles_there(content: bytes, start: int) -> set[int]:
+    """Numbers of the tiles of which a codestream has at least a part."""
+    at = start + 2
+    while content[at : at + 2] not in (b"\xff\x90", b""):
+        at += 2 + int.from_bytes(content[at + 2 : at + 4], "big")
+    tiles = set()
+    while content[at : at + 2] == b"\xff\x90":
+        tile, size = struct.unpack_from(">HI", content, at + 4)
+        tiles.add(tile)
+        # 0: up to the end of the codestream.
+        if size < 14:
+            break
+        at += size
+    return tiles
 
 
 def _heif(content: bytes, limits: DecodeLimits) -> Essence:

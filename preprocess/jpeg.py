@@ -34,6 +34,7 @@ _APP14: Final = 0xEE
 _APP15: Final = 0xEF
 _COMMENT: Final = 0xFE
 _WITHOUT_LENGTH: Final = frozenset({0x01, *range(0xD0, 0xD8)})
+_NUM_COEFFICIENTS: Final = 64
 _XMP: Final = b"http://ns.adobe.com/xap/1.0/\0"
 _MAX_SEGMENTS: Final = 10_000
 _MAX_SCANS: Final = 200
@@ -47,7 +48,8 @@ class JpegHead:
 
     width: int
     height: int
-    num_components: int
+    components: bytes
+    """A number for each, by which scans name it."""
     bits: int
     frame: int
     """Second byte of the frame header's marker: 0xC0 for baseline."""
@@ -98,7 +100,7 @@ def jpeg_head(content: bytes) -> JpegHead:
     return JpegHead(
         width=int.from_bytes(body[3:5], "big"),
         height=int.from_bytes(body[1:3], "big"),
-        num_components=body[5],
+        components=body[6 : 6 + 3 * body[5] : 3],
         bits=body[0],
         frame=marker,
         has_adobe=has_adobe,
@@ -120,7 +122,7 @@ def decode_jpeg(content: bytes, head: JpegHead, limits: DecodeLimits) -> NDArray
     if head.frame in _PROGRESSIVE:
         _check_scans(content, head)
     try:
-        pixels = _by_simplejpeg(content, limits) if head.num_components in (1, 3) else None
+        pixels = _by_simplejpeg(content, head, limits) if len(head.components) in (1, 3) else None
         return _by_pillow(content, head) if pixels is None else pixels
     except (OSError, SyntaxError) as error:
         if head.frame in _USUAL:
@@ -129,6 +131,32 @@ def decode_jpeg(content: bytes, head: JpegHead, limits: DecodeLimits) -> NDArray
             f"this kind of JPEG (frame type {head.frame - 0xC0}: lossless, hierarchical or arithmetic) is not decoded "
             "here, or it is damaged; send a baseline or progressive JPEG, or PNG"
         ) from error
+
+
+def _has_all_scans(content: bytes, head: JpegHead) -> bool:
+    """Whether scans tell every coefficient of every component to its last bit.
+
+    A file that ends between two scans decodes without complaint: coarser, or without some of its colours. It is only
+    asked where the end marker is missing, with which an encoder vouches for what it left out.
+    """
+    missing = {component: set(range(_NUM_COEFFICIENTS)) for component in head.components}
+    at = head.scan
+    while (match := _MARKER.search(content, at)) is not None and content[match.end() - 1] != _END_OF_IMAGE:
+        at = match.end() + int.from_bytes(content[match.end() : match.end() + 2], "big")
+        if content[match.end() - 1] != _START_OF_SCAN:
+            continue
+        header = content[match.end() + 2 : at]
+        num_components = header[0] if header else 0
+        if len(header) < 4 + 2 * num_components:
+            return False
+        first, last, bits = header[1 + 2 * num_components : 4 + 2 * num_components]
+        if head.frame not in _PROGRESSIVE:
+            first, last, bits = 0, _NUM_COEFFICIENTS - 1, 0
+        # The lower four bits are the place of the lowest bit that this scan tells.
+        if not bits & 0x0F:
+            for component in header[1 : 1 + 2 * num_components : 2]:
+                missing.get(component, set()).difference_update(range(first, last + 1))
+    return not any(missing.values())
 
 
 def _check_scans(content: bytes, head: JpegHead) -> None:
@@ -143,7 +171,7 @@ def _check_scans(content: bytes, head: JpegHead) -> None:
         at = match.end() + int.from_bytes(content[match.end() : match.end() + 2], "big")
 
 
-def _by_simplejpeg(content: bytes, limits: DecodeLimits) -> NDArray[np.uint8] | None:
+def _by_simplejpeg(content: bytes, head: JpegHead, limits: DecodeLimits) -> NDArray[np.uint8] | None:
     """None for the JPEGs that Pillow must judge. Raises OSError where part of the picture is missing."""
     try:
         height, width, colour_space, _ = simplejpeg.decode_jpeg_header(content)
@@ -153,6 +181,8 @@ def _by_simplejpeg(content: bytes, limits: DecodeLimits) -> NDArray[np.uint8] | 
     except ValueError as error:
         message = str(error)
     if "Premature end of JPEG file" in message:
+        if not _has_all_scans(content, head):
+            raise OSError("truncated JPEG: it ends before its last scan")
         # Some cameras leave out the end marker; with it, a whole picture decodes without complaint.
         try:
             return _strictly(content + bytes([0xFF, _END_OF_IMAGE]))

@@ -1,7 +1,7 @@
 """TIFF files with a directory of only what the first picture's pixels need.
 
     before  [header] ... [directory: pixels, texts, profiles, EXIF, thumbnails, next directory] ...
-    after   [header] ... the same bytes ...                                                     [directory: pixels]
+    after   [header] ... [directory: pixels] the same bytes ...
 
 Values stay where they are, since a directory names places in the file. What the remaining tags claim is checked against
 the file and against each other first.
@@ -155,10 +155,12 @@ def _outside(entry: _Entry, layout: _Layout) -> int:
 
 
 def _with_directory(content: bytes, entries: list[_Entry], layout: _Layout) -> bytes:
-    padding = b"\0" * (-len(content) % 8)
+    """The directory in the place of the one that it is a part of.
+
+    At the end of the file it would be read as pixels where those are cut short.
+    """
     directory = struct.pack(layout.counter(), len(entries))
     directory += b"".join(struct.pack(layout.entry(), *entry) for entry in entries)
     directory += struct.pack(layout.offset(), 0)
-    header_size = struct.calcsize(layout.header())
-    place = struct.pack(layout.offset(), len(content) + len(padding))
-    return b"".join([content[: header_size - len(place)], place, content[header_size:], padding, directory])
+    (place,) = struct.unpack_from(layout.header(), content, 0)
+    return content[:place] + directory + content[place + len(directory) :]
