@@ -347,4 +347,8 @@ def as_json(settings: Any) -> str:
     for owner in (shown, shown.get("gateway", {}), shown.get("front", {})):
         if owner.get("api_keys"):
             owner["api_keys"] = [f"({len(owner['api_keys'])} hidden)"]
+    for encoder in shown.get("encoders", ()):
+        scheme, at, place = encoder["embedding_store"].rpartition("@")
+        if at:
+            encoder["embedding_store"] = f"{scheme.partition('://')[0]}://(hidden)@{place}"
     return json.dumps(shown, default=plain, indent=2)

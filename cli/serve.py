@@ -64,6 +64,13 @@ def serve(
     encoders: Annotated[int | None, typer.Option(help="Encoder processes.", show_default="1")] = None,
     prefill_workers: Annotated[int | None, typer.Option(help="Prefill processes.", show_default="1")] = None,
     decode_workers: Annotated[int | None, typer.Option(help="Decode processes.", show_default="1")] = None,
+    embedding_store: Annotated[
+        str,
+        typer.Option(
+            help="Where embeddings outlive the encoders' shared memory: a directory, or redis://HOST:PORT/DB.",
+            show_default="nowhere",
+        ),
+    ] = "",
     prefix_cache: Annotated[
         bool | None, typer.Option("--prefix-cache/--no-prefix-cache", help="Reuse the KV of shared prompt beginnings.")
     ] = None,
@@ -91,6 +98,7 @@ def serve(
             "fetch.media_roots": [str(root) for root in media_root] if media_root else None,
             "fetch.allow_private_addresses": allow_private_addresses or None,
             "encoder.replicas": encoders,
+            "encoder.embedding_store": _store_url(embedding_store),
             "prefill.replicas": prefill_workers,
             "decode.replicas": decode_workers,
             "engine.prefix_cache": prefix_cache,
@@ -133,6 +141,13 @@ def _flags(named: dict[str, Any], free: Sequence[str]) -> dict[str, Any]:
         else:
             nested[section] = value
     return nested
+
+
+def _store_url(given: str) -> str | None:
+    """A directory by its whole path: a stage may run elsewhere."""
+    if not given:
+        return None
+    return given if "://" in given or given.startswith("unix:") else str(Path(given).expanduser().absolute())
 
 
 def build_stages(config: ServeConfig) -> list[Stage]:

@@ -96,4 +96,6 @@ def test_a_pipeline_has_no_front(tmp_path: Path) -> None:
 def test_what_is_printed_hides_keys(tmp_path: Path) -> None:
     shown = json.loads(as_json(encoders(tmp_path, front={"api_keys": ["secret"]})))
     assert shown["front"]["api_keys"] == ["(1 hidden)"]
+    shown = json.loads(as_json(encoders(tmp_path, encoder={"embedding_store": "redis://:secret@host:1/0"})))
+    assert shown["encoders"][0]["embedding_store"] == "redis://(hidden)@host:1/0"
     assert shown["sglang"]["transfer_backend"] == "auto"
