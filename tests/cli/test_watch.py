@@ -8,8 +8,9 @@ import zmq.asyncio
 
 from cli.load import SupervisorConfig
 from cli.runtime import run_directory, sweep
-from cli.stage import WorkerStage
+from cli.stage import FrontStage, WorkerStage
 from cli.watch import Watch
+from encoder import FrontConfig, SglangConfig
 from encoder.wire import Codec
 from epd.config import EngineConfig
 from epd.types import Hello, Role, ToWorker
@@ -97,3 +98,26 @@ def test_a_killed_run_is_swept_and_a_living_one_is_not(tmp_path: Path) -> None:
         assert living.is_dir()
         assert unrelated.is_dir()
     assert not living.exists()
+
+
+async def test_of_a_front_the_loop_that_works_is_asked(tmp_path: Path) -> None:
+    """Its health is answered by a thread of its own, which would hide that the rest hangs."""
+    asked: list[str] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append((await reader.readuntil(b"\r\n\r\n")).decode().split(" ")[1])
+        writer.write(b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        writer.close()
+
+    listening = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = listening.sockets[0].getsockname()[1]
+    stage = FrontStage(config=FrontConfig(model_dir=tmp_path, model_name="m", port=port), sglang=SglangConfig())
+    watch = Watch([stage], SupervisorConfig(probe_period_s=0.05), on_silence=lambda name, _: None)
+    running = asyncio.create_task(watch.run())
+    async with asyncio.timeout(20):
+        while not watch._heard_s:  # noqa: ASYNC110 - another task's state
+            await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    listening.close()
+    assert set(asked) == {"/v1/models"}
