@@ -1,7 +1,7 @@
 """Registration, against a bootstrap server of our own that comes late, goes away and forgets."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -20,9 +20,11 @@ class Server:
     urls: list[str] = field(default_factory=list)
     num_refusals: int = 0
     num_calls: int = 0
+    times_s: list[float] = field(default_factory=list)
 
     async def register(self, request: web.Request) -> web.Response:
         self.num_calls += 1
+        self.times_s.append(asyncio.get_running_loop().time())
         if self.num_refusals:
             self.num_refusals -= 1
             return web.Response(status=503)
@@ -48,11 +50,11 @@ async def serving(server: Server, port: int) -> AsyncIterator[None]:
     await runner.cleanup()
 
 
-async def test_it_registers_everywhere_and_takes_its_leave(unused_tcp_port_factory: "object") -> None:
-    ports = [unused_tcp_port_factory() for _ in range(2)]  # type: ignore[operator]
+async def test_it_registers_everywhere_and_takes_its_leave(unused_tcp_port_factory: Callable[[], int]) -> None:
+    ports = [unused_tcp_port_factory() for _ in range(2)]
     servers = [Server(), Server(num_refusals=3)]
     config = SglangConfig(register_urls=tuple(f"http://127.0.0.1:{port}" for port in ports))
-    bootstrap = Bootstrap(config, pause_s=0.01)
+    bootstrap = Bootstrap(config, pause_s=0.02)
     async with serving(servers[0], ports[0]):
         bootstrap.start("10.1.2.3", 4567)
         await until(lambda: servers[0].urls)
@@ -61,6 +63,8 @@ async def test_it_registers_everywhere_and_takes_its_leave(unused_tcp_port_facto
             await until(lambda: servers[1].urls)
             assert servers[0].urls == servers[1].urls == ["http://10.1.2.3:4567"]
             assert servers[1].num_calls == 4
+            # In peace, not as fast as it can.
+            assert servers[1].times_s[3] - servers[1].times_s[0] >= 3 * 0.02
             await bootstrap.stop()
             assert servers[0].urls == servers[1].urls == []
             await bootstrap.stop()

@@ -140,6 +140,24 @@ async def test_silent_videos_count_as_such(open_encoder: Opener, receivers: list
     assert (header.audio_units, header.audio_lengths, header.audio_rows) == ((0,), (), None)
 
 
+async def test_sound_that_ends_before_the_first_frame_is_none(open_encoder: Opener, receivers: list[Receiver]) -> None:
+    encoder = await open_encoder(send_video_sound=True)
+    deaf = SILENT | {"slices": [[0, 0], [0, 0]]}
+    call = part([url_of(**deaf), url_of(**SOUNDING)], modality="VIDEO")
+    assert (await encoded(encoder, call, receivers[0]))[0] == 200
+    header = (await receivers[0].receive()).header
+    assert (header.audio_units, header.audio_lengths) == ((0, 3), (12, 5, 0))
+
+
+async def test_an_id_may_come_again_after_its_end(open_encoder: Opener, receivers: list[Receiver]) -> None:
+    encoder = await open_encoder()
+    assert (await encoder.post("/encode", part(url_of(fail="no"))))[0] == 400
+    assert (await encoded(encoder, part(url_of(**IMAGE)), receivers[0]))[0] == 200
+    assert (await receivers[0].receive()).rows == expected_rows(IMAGE, num_rows=[6])
+    await encoder.is_quiet()
+    assert encoder.dialect.gauges()["ended_parts"] == 1
+
+
 async def test_sounds_have_a_tensor_of_lengths(open_encoder: Opener, receivers: list[Receiver]) -> None:
     encoder = await open_encoder(FakeDesk(dtype="float32"))
     call = part([url_of(rows=5), url_of(rows=2)], modality="AUDIO")

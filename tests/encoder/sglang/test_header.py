@@ -199,6 +199,31 @@ def test_nothing_comes_of_gadgets(tmp_path: Path) -> None:
     assert not witness.exists()
 
 
+FOREIGN = [
+    ("os", "system"),
+    ("posix", "system"),
+    ("builtins", "getattr"),
+    ("builtins", "eval"),
+    ("torch", "load"),
+    ("torch", "LongTensor"),
+    ("torch.storage", "_load_from_byte"),
+    ("collections", "OrderedDict.__init__"),
+    (MODULE, "EmbeddingData.__init__"),
+    (MODULE + ".x", "EmbeddingData"),
+    ("encoder.sglang.unpickle", "_Machine"),
+    ("sglang.srt.disaggregation.encoder.receiver", "EmbeddingData"),
+]
+
+
+@pytest.mark.parametrize(("module", "name"), FOREIGN)
+def test_a_foreign_name_is_refused_where_it_stands(module: str, name: str) -> None:
+    """Before anything is made of it, in either way of naming."""
+    short = [pickle.SHORT_BINUNICODE + bytes([len(word)]) + word.encode() for word in (module, name)]
+    for named in (f"c{module}\n{name}\n".encode(), b"".join(short) + pickle.STACK_GLOBAL):
+        with pytest.raises(HeaderRefused, match="the header names"):
+            read_header(b"\x80\x04" + named + b".", NAMES)
+
+
 BOMBS = {
     "a memo that would take the whole memory": b"\x80\x04K\x01r\xff\xff\xff\xff.",
     "text that is announced and not there": b"\x80\x04X\xff\xff\xff\xffa.",
