@@ -222,7 +222,7 @@ class EncoderConfig:
     # Results depend in their last bits on the number of threads that share a matrix product, so the value is part of
     # what an embedding is: every process that must agree bit for bit uses the same one.
     tower_threads: int = 1
-    # Steps of the vision tower go through torch.compile: minutes at the start. Another rounding, like another thread.
+    # Steps of the vision tower go through torch.compile: a minute at the start. Another rounding, as with more threads.
     compile: bool = False
     # Media decoded at once: by a thread each, or by a worker process each; see `DecodeSettings` for what follows.
     decode_threads: int = 2

@@ -81,7 +81,7 @@ class LocalEncoder:
         self._fingerprint = checkpoint_fingerprint(model_dir)
         runners = [TowerRunner.load(model_dir, config) for _ in range(num_towers)]
         self._runner = runners[0]
-        self._arithmetic = f"{config.device} {config.dtype} {config.tower_threads}"
+        self._arithmetic = f"{config.device} {config.dtype} {config.tower_threads}{' compiled' * config.compile}"
         plant = _Plant(config, runners, self._processor)
         self._plant = plant
         # For those who forget to close it: a loop that is still at work when the interpreter ends complains.

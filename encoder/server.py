@@ -199,7 +199,7 @@ class EncoderServer:
         decoders = {f"decode_workers_{name}": number for name, number in self._pool.counters.items()}
         decoders["decode_stuck"] = self._pool.num_stuck
         tier = {} if self._second is None else self._second.all_counters()
-        batches = {"batches": tower.num_batches, "batch_jobs": tower.num_jobs}
+        batches = {"batches": tower.num_batches, "batch_jobs": tower.num_jobs, **tower.runner_counters}
         return {**self._counters, **batches, **times_s, **decoders, **tier}
 
     def disconnect(self, peer: str) -> None:

@@ -61,6 +61,11 @@ class TowerQueue:
         """How long the batch that is in the tower has been there; zero for an idle tower."""
         return 0.0 if self._busy_since_s is None else max(0.0, self._clock() - self._busy_since_s)
 
+    @property
+    def runner_counters(self) -> dict[str, int]:
+        """Passes of the tower, and whether media may not share them on this machine: 1 or 0."""
+        return {"tower_passes": self._runner.num_passes, "packing_refused": self._runner.num_refused_packing}
+
     def submit(self, job: TowerJob) -> Ticket:
         """Queue a job for the next batch of its lane."""
         ticket = Ticket(job, self._clock(), asyncio.get_running_loop().create_future())

@@ -131,7 +131,7 @@ def test_pictures_are_those_of_the_definition(form: str, packed: bool, merger_no
     ],
 )
 def test_codes_and_rows_are_those_of_the_definition(changes: dict[str, object]) -> None:
-    tokenizer, encoder = audio_towers(**changes)
+    tokenizer, encoder = audio_towers(torch.float32, **changes)
     media = [mel(frames, seed) for seed, frames in enumerate(FRAMES)]
     with torch.inference_mode():
         codes = FastTokenizer(tokenizer)(media)
@@ -153,16 +153,15 @@ def test_what_does_not_fit_is_refused() -> None:
         FastAudioEncoder(encoder)([torch.zeros(3, 2, dtype=torch.long)])
 
 
-def test_the_check_at_the_start_finds_company_that_matters() -> None:
+def test_the_check_at_the_start_finds_company_that_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     towers = ServingTowers(Towers(vision_tower(), *audio_towers()))
     with torch.inference_mode():
         assert towers.keep_media_apart()
-        vision = towers.rows_of_pictures
-        towers.rows_of_pictures = lambda p, g: [rows + 1e-6 * (len(g) > 1) for rows in vision(p, g)]  # type: ignore[method-assign]
+        pictures, sounds = towers.rows_of_pictures, towers.rows_of_sounds
+        monkeypatch.setattr(towers, "rows_of_pictures", lambda p, g: [x + 1e-6 * (len(g) > 1) for x in pictures(p, g)])
         assert not towers.keep_media_apart()
-        towers.rows_of_pictures = vision  # type: ignore[method-assign]
-        sounds = towers.rows_of_sounds
-        towers.rows_of_sounds = lambda mels: [rows + 1e-6 * number for number, rows in enumerate(sounds(mels))]  # type: ignore[method-assign]
+        monkeypatch.setattr(towers, "rows_of_pictures", pictures)
+        monkeypatch.setattr(towers, "rows_of_sounds", lambda mels: [x + 1e-6 * i for i, x in enumerate(sounds(mels))])
         assert not towers.keep_media_apart()
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_sounds(frames: int, causal: bool) -> None:
     for layers in (1, 2):
         encoder = AudioEncoder(replace(AUDIO, projection_layers=layers))
         groups = -(-len(codes) // 4)
-        expected = counted(lambda encoder=encoder: encoder([codes])) + 2 * groups * 4 * 16 * AUDIO.num_heads * 24
+        expected = counted(partial(encoder, [codes])) + 2 * groups * 4 * 16 * AUDIO.num_heads * 24
         assert audio_encoder_flops(encoder.config, len(codes)) == expected
     total = tokenizer_flops(config, frames, AUDIO.segment_frames) + audio_encoder_flops(AUDIO, len(codes))
     assert audio_flops(config, AUDIO, frames) == total
