@@ -3,9 +3,13 @@
     WAV, RF64, RIFX, Wave64, AIFF, AU, CAF   the size of the data chunk against the bytes that follow
     MP4, M4A                                 the size of the media data against the bytes that follow
     Matroska, WebM                           the size of the segment against the bytes that follow
+    AVI                                      the size of the outermost chunk against the bytes that follow
     Ogg                                      the length of the last page, and its end-of-stream mark
     FLAC                                     the number of samples, to compare with those decoded
     MP3                                      the same where there is a Xing header, but it is often a little off
+
+MP4, Matroska and AVI tell where each piece of sound belongs, so what is left of such a file is right as far as it goes,
+and is given with a warning, as it is of a video. The others are refused.
 
 Recorders that write to a pipe do not know the size and leave 0 or the largest number there is: that declares nothing.
 """
@@ -23,6 +27,7 @@ _LEAST_UNKNOWN_SIZE: Final = 0x7FFF0000
 _LEAST_UNKNOWN_LONG_SIZE: Final = 1 << 62
 # Some writers count their own header into the size of the data.
 _SLACK_BYTES: Final = 64
+_TABLED: Final = frozenset({"MP4", "M4A", "Matroska", "AVI"})
 _OGG_HEADER_BYTES: Final = 27
 _OGG_END_FLAG: Final = 4
 
@@ -36,6 +41,11 @@ def num_missing_bytes(content: bytes) -> int:
         return 0
     slack = 0 if kind == "Ogg" else _SLACK_BYTES
     return end - len(content) if end > len(content) + slack else 0
+
+
+def may_be_cut(content: bytes) -> bool:
+    """Whether the sound of a file of this kind is given as far as it goes."""
+    return sniff(content) in _TABLED
 
 
 def num_declared_samples(content: bytes) -> int | None:
@@ -96,6 +106,12 @@ def _riff_end(content: bytes) -> int | None:
     return end
 
 
+def _avi_end(content: bytes) -> int | None:
+    """Of the first gigabyte; what follows in longer files declares itself."""
+    size = int.from_bytes(content[4:8], "little")
+    return 8 + size if 0 < size < _LEAST_UNKNOWN_SIZE else None
+
+
 def _w64_end(content: bytes) -> int | None:
     """Wave64: chunks are named by 16 bytes, and their sizes of 8 bytes count those 24 too and are padded to 8."""
     at = 40
@@ -119,14 +135,14 @@ def _caf_end(content: bytes) -> int | None:
 
 def _mp4_end(content: bytes) -> int | None:
     """The furthest end of a box of media data."""
-    ends = [end for name, end in _mp4_boxes(content) if name == b"mdat"]
+    ends = [end for name, end in mp4_boxes(content) if name == b"mdat"]
     return max(ends, default=None)
 
 
-def _mp4_boxes(content: bytes) -> Iterator[tuple[bytes, int]]:
+def mp4_boxes(content: bytes) -> Iterator[tuple[bytes, int]]:
     """Names and ends of the outermost boxes."""
     at = 0
-    while at + 16 <= len(content):
+    while at + 8 <= len(content):
         size = int.from_bytes(content[at : at + 4], "big")
         if size == 1:
             size = int.from_bytes(content[at + 8 : at + 16], "big")
@@ -207,5 +223,6 @@ _DECLARED_END: Final[dict[str, Callable[[bytes], int | None]]] = {
     "MP4": _mp4_end,
     "M4A": _mp4_end,
     "Matroska": _matroska_end,
+    "AVI": _avi_end,
     "Ogg": _ogg_end,
 }

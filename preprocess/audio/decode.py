@@ -16,19 +16,21 @@ from typing import Final, Protocol, TypeVar
 
 import numpy as np
 
+from preprocess.audio.flac import flac_links, num_chained_samples
 from preprocess.audio.mel import MelWriter, NotFinite
 from preprocess.audio.ogg import is_intact, ogg_links
 from preprocess.audio.resample import Samples, open_published, open_soxr_hq
 from preprocess.audio.sources import ChainSource, FfmpegSource, Meter, NotTaken, SoundfileSource, SoundForm, Source
 from preprocess.config import AudioBudget, DecodeLimits
 from preprocess.errors import MediaUndecodable, MediaUnsupported
+from preprocess.joined import joined_warnings
 from preprocess.sniff import describe, sniff
-from preprocess.truncation import lacks_end_mark, num_announced_samples, num_declared_samples, num_missing_bytes
+from preprocess.truncation import lacks_end_mark, may_be_cut, num_announced_samples, num_missing_bytes
 from preprocess.types import MelFrames, Waveform
 
 # Opus goes to FFmpeg although libsndfile reads it: three times faster there. So does MP3, where libsndfile believes the
 # length that a header without one lets it guess, and leaves out the rest.
-_SOUNDFILE_KINDS: Final = frozenset({"WAV", "Wave64", "FLAC", "AIFF", "AU", "CAF"})
+_SOUNDFILE_KINDS: Final = frozenset({"WAV", "Wave64", "AIFF", "AU", "CAF"})
 _MP3_FRAME_SAMPLES: Final = 1152
 
 
@@ -199,7 +201,7 @@ def _read_file(
     """The filled sink, seconds and warnings."""
     # Before anything is decoded: it costs nothing.
     num_missing = num_missing_bytes(content)
-    if num_missing:
+    if num_missing and not may_be_cut(content):
         raise MediaUndecodable(
             f"truncated audio ({describe(content)}): its header declares {num_missing} bytes more than there are"
         )
@@ -213,14 +215,19 @@ def _read_file(
             raise MediaUndecodable(f"{error.message} ({describe(content)})") from error
         if meter.num_samples:
             _check_whole(content, meter)
-            return sink, meter.duration_s, source.warnings + sink.warnings + _shortfalls(content, meter)
-    raise MediaUndecodable(f"no decodable audio in the file ({describe(content)})")
+            cut = (f"audio: the file is cut short, {num_missing} bytes of it are missing",) if num_missing else ()
+            found = source.warnings + sink.warnings + _shortfalls(content, meter) + joined_warnings(content)
+            return sink, meter.duration_s, cut + found
+    why = f"; it is cut short, {num_missing} bytes of it are missing" if num_missing else ""
+    raise MediaUndecodable(f"no decodable audio in the file ({describe(content)}){why}")
 
 
 def _sources(content: bytes, limits: DecodeLimits, check_deadline: Callable[[], None]) -> Iterator[Source]:
     """The decoders that may take the file, best first."""
     kind = sniff(content)
-    if kind in _SOUNDFILE_KINDS:
+    if kind == "FLAC":
+        yield ChainSource(flac_links(content), lambda link: SoundfileSource(link, limits, check_deadline))
+    elif kind in _SOUNDFILE_KINDS:
         yield SoundfileSource(content, limits, check_deadline)
     # RIFX is WAV with its numbers turned round, which FFmpeg plays as noise.
     if kind != "Ogg":
@@ -269,7 +276,7 @@ def _is_finite(samples_CN: Samples) -> bool:
 
 
 def _check_whole(content: bytes, meter: Meter) -> None:
-    num_declared = num_declared_samples(content)
+    num_declared = num_chained_samples(content)
     if num_declared is not None and meter.num_samples < num_declared:
         raise MediaUndecodable(
             f"damaged or truncated audio ({describe(content)}): its header declares {num_declared} samples, "

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from preprocess.config import DecodeLimits
 from preprocess.container import PacketReader, open_container, read_only
 from preprocess.errors import MediaUndecodable
+from preprocess.joined import joined_warnings
 from preprocess.sniff import describe
 from preprocess.video.bitstream import PROVABLE_CODECS, SKIPPING_CODECS, BitstreamReader
 from preprocess.video.stream import (
@@ -113,7 +114,7 @@ def read_index(content: bytes, limits: DecodeLimits, check_deadline: Callable[[]
             context.height,
             pixels_allowed(context.codec.canonical_name, len(content), limits),
         )
-        index = _index_of(rows, packets, container, stream)
+        index = _index_of(rows, packets, container, stream, content)
     length_s = num_frames / index.rate_fps
     if index.times_s is not None:
         length_s = max(length_s, float(index.times_s[-1]))
@@ -148,7 +149,7 @@ def _read_rows(packets: PacketReader, bitstream: BitstreamReader, check_deadline
     return rows
 
 
-def _index_of(rows: _Rows, packets: PacketReader, container: Any, stream: Any) -> VideoIndex:
+def _index_of(rows: _Rows, packets: PacketReader, container: Any, stream: Any, content: bytes) -> VideoIndex:
     pts = np.array([value or 0 for value in rows.pts], dtype=np.int64)
     shown = np.flatnonzero(np.array(rows.is_shown, dtype=np.bool_))
     times_s: NDArray[np.float64] | None = None
@@ -160,6 +161,7 @@ def _index_of(rows: _Rows, packets: PacketReader, container: Any, stream: Any) -
         start_s = int(pts[shown[0]]) * float(stream.time_base)
     num_frames = len(shown)
     warnings: tuple[str, ...] = (packets.damage,) if packets.damage is not None else ()
+    warnings += joined_warnings(content)
     if not rows.has_discards:
         warnings += _shortfall(stream, num_frames, None if times_s is None else int(pts[shown[-1]]))
     codec = stream.codec_context.codec.name

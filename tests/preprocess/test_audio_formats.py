@@ -32,7 +32,7 @@ from preprocess import (
 from preprocess.audio import audio_mel, decode_audio, decode_track, log_mel, track_mel
 from preprocess.config import AudioBudget
 from preprocess.container import PacketReader
-from tests.fakes.clips import index_first, make_video, sine, sound_file
+from tests.fakes.clips import make_video, sine, sound_file
 
 LIMITS = DecodeLimits()
 BUDGET = AudioBudget()
@@ -348,25 +348,6 @@ def test_channels_keep_their_order_and_count_alike(container: str, codec: str, c
     mel, _ = audio_mel(content, BUDGET, LIMITS)
     mono = log_mel(Waveform(samples.mean(axis=1)[None].astype(np.float32), 48_000), BUDGET)
     np.testing.assert_allclose(np.exp(mel.log_mel[5:-5]), np.exp(mono.log_mel[5:-5]), atol=2e-2)
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda samples: sound_file(samples, 48_000, kind="W64"),
-        lambda samples: sound_file(samples, 48_000, kind="CAF"),
-        lambda samples: index_first(encoded(samples, 48_000, "mp4", "aac")),
-        lambda samples: encoded(samples, 48_000, "matroska", "flac"),
-        lambda samples: encoded(samples, 48_000, "webm", "libopus"),
-    ],
-    ids=["w64", "caf", "mp4", "matroska", "webm"],
-)
-@pytest.mark.parametrize("share", [0.3, 0.97])
-def test_more_kinds_that_are_cut_short(write: Callable[[NDArray[np.float32]], bytes], share: float) -> None:
-    content = write(song(48_000, 2))
-    decode_audio(content, LIMITS)
-    with pytest.raises(MediaUndecodable, match="truncated audio"):
-        decode_audio(content[: int(share * len(content))], LIMITS)
 
 
 @pytest.mark.parametrize("kind", ["adts", "amr"])

@@ -136,8 +136,8 @@ def test_absurd_sizes_are_told_as_such(tiny: ProcessorConfig, kind: str, width: 
         shown(content, tiny, LIMITS)
 
 
-def video_of(content: bytes, config: ProcessorConfig, **options: int) -> OpenVideo:
-    budget = config.video_budget(MediaOptions(**options))
+def video_of(content: bytes, config: ProcessorConfig, num_frames: int) -> OpenVideo:
+    budget = config.video_budget(MediaOptions(num_frames=num_frames))
     return open_video(content, budget=budget, limits=LIMITS, backend="pyav", check_deadline=lambda: None)
 
 
@@ -148,7 +148,7 @@ def test_raw_parts_are_bounded_by_what_their_frames_take(
     pair_bytes = 2 * 3 * 480 * 640
     monkeypatch.setattr(opened, "_RAW_PART_BYTES", 2 * pair_bytes + 1)
     monkeypatch.setattr(opened, "_OPEN_PARTS_BYTES", 6 * pair_bytes)
-    video = video_of(content, tiny, num_frames=20)
+    video = video_of(content, tiny, 20)
     parts: list[MediaPart] = []
     video.decode(parts.append, patches_per_part=10**6, raw=True, crew=NO_CREW, check_deadline=lambda: None)
     frames = [part.pictures.frames for part in parts if isinstance(part.pictures, Pixels)]
@@ -157,7 +157,7 @@ def test_raw_parts_are_bounded_by_what_their_frames_take(
     assert video._parts_at_once(2, True) == 3
     # Resized here they are small, and stay together.
     parts = []
-    video = video_of(content, tiny, num_frames=20)
+    video = video_of(content, tiny, 20)
     video.decode(parts.append, patches_per_part=10**6, raw=False, crew=NO_CREW, check_deadline=lambda: None)
     assert len(parts) == 1
 
