@@ -100,7 +100,7 @@ def read_file_url(url: str, limits: FetchLimits) -> bytes:
 
 def _path_of(url: str) -> str:
     parts = urlsplit(url)
-    if parts.netloc not in ("", "localhost"):
+    if parts.netloc.lower() not in ("", "localhost"):
         raise MediaForbidden(f"file: URLs name no host, this one names {parts.netloc}")
     if parts.query or parts.fragment:
         raise MediaInvalid("the file: URL has a query or a fragment; write ? as %3F and # as %23")

@@ -22,6 +22,9 @@ UNIT: Final = PATCH_SIZE * MERGE_SIZE
 _MAX_ASPECT_RATIO: Final = 200
 # One frame, and a little for the rounding of times in the container.
 _MAX_FRAMES_OFF: Final = 1.001
+# Rates come from durations that may leave the last frame out, or be a little wrong: over a long file of few pictures
+# that makes seconds.
+_MAX_TIMESTAMP_OFF: Final = 0.5
 
 
 def smart_resize(height: int, width: int, *, min_pixels: int, max_pixels: int) -> tuple[int, int]:
@@ -101,13 +104,17 @@ def choose_frames(
 
     `times_s` [num_frames] is when each frame is shown, ascending from 0, or None if that is not known. Where frames
     come at an even rate (no time is off its place by more than a frame's length), or nothing is known, the published
-    rule: evenly spread indices, timestamps index / rate. Elsewhere evenly spread times, of each the frame that is
+    rule: evenly spread indices, timestamps index / rate; but the frames' own where one is off by more than half a
+    frame's length. Elsewhere evenly spread times, of each the frame that is
     shown then; where several fall on one frame, others make up the number. Timestamps are the frames' own.
     """
     numbers = np.arange(num_frames)
-    if times_s is None or bool((np.abs(times_s * rate_fps - numbers) <= _MAX_FRAMES_OFF).all()):
+    frames_off = 0.0 if times_s is None else float(np.abs(times_s * rate_fps - numbers).max(initial=0.0))
+    if times_s is None or frames_off <= _MAX_FRAMES_OFF:
         indices = frame_indices(num_frames, num_sampled_frames(num_frames, rate_fps, budget))
-        return indices, indices.astype(np.float32) / np.float32(rate_fps)
+        if times_s is None or frames_off <= _MAX_TIMESTAMP_OFF:
+            return indices, indices.astype(np.float32) / np.float32(rate_fps)
+        return indices, times_s[indices].astype(np.float32)
     # The last frame is taken to be shown as long as the average one before it.
     real_rate_fps = (num_frames - 1) / float(times_s[-1])
     num_wanted = num_sampled_frames(num_frames, real_rate_fps, budget)

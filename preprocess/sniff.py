@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Final
 
@@ -43,6 +44,11 @@ _MAGIC: Final[tuple[tuple[int, bytes, str], ...]] = (
     (0, b"caff", "CAF"),
     (0, b"riff\x2e\x91\xcf\x11", "Wave64"),
     (0, b"#!AMR", "AMR"),
+    (0, b"\x0bw", "AC-3"),
+    (0, b"\x7f\xfe\x80\1", "DTS"),
+    (0, b"\xfe\x7f\1\x80", "DTS"),
+    (0, b"\x1f\xff\xe8\0", "DTS"),
+    (0, b"\xff\x1f\0\xe8", "DTS"),
     (0, b".snd", "AU"),
     (0, b"%PDF-", "PDF document"),
     (0, b"PK\3\4", "ZIP archive"),
@@ -51,6 +57,8 @@ _MAGIC: Final[tuple[tuple[int, bytes, str], ...]] = (
     (0, b"\x7fELF", "ELF program"),
     (0, b"#EXTM3U", "HLS playlist"),
 )
+_JSON: Final = re.compile(r"\{\s*[\"}]|\[\s*([\"{\[\]-]|\d|true\b|false\b|null\b)")
+"""Subtitles and settings have brackets in front too, around a title."""
 _RIFF: Final = {b"WEBP": "WebP", b"AVI ": "AVI", b"WAVE": "WAV"}
 _SHARED_BRANDS: Final = frozenset({b"mif1", b"mif2", b"msf1"})
 """Of containers that hold AVIF or HEIC pictures."""
@@ -131,7 +139,7 @@ def _by_text(content: bytes) -> str | None:
         return "SVG"
     if start.startswith(("<!doctype html", "<html", "<head", "<body")):
         return "HTML page"
-    if start.startswith(("{", "[")):
+    if _JSON.match(start):
         return "JSON text"
     return "XML text" if start.startswith("<?xml") else "text"
 

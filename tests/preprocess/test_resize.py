@@ -102,8 +102,24 @@ def test_even_frames_are_chosen_by_index(
     timed = choose_frames(num_frames, rate_fps, np.sort(times_s), budget)
     np.testing.assert_array_equal(plain[0], frame_indices(num_frames, num_sampled_frames(num_frames, rate_fps, budget)))
     np.testing.assert_array_equal(plain[0], timed[0])
-    np.testing.assert_array_equal(plain[1], timed[1])
+    frames_off = np.abs(np.sort(times_s) * rate_fps - np.arange(num_frames)).max()
+    real = np.sort(times_s)[timed[0]].astype(np.float32)
+    np.testing.assert_array_equal(timed[1], plain[1] if frames_off <= 0.5 else real)
     assert timed[1].dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("num_frames", "interval_s", "share"), [(200, 5.28, 1.005), (1000, 1.0, 1.0009), (20, 0.1, 1.05)]
+)
+def test_even_frames_of_a_wrong_rate_have_their_own_times(num_frames: int, interval_s: float, share: float) -> None:
+    times_s = np.arange(num_frames) * interval_s
+    indices, chosen_s = choose_frames(num_frames, share / interval_s, times_s, budget_of(2.0))
+    np.testing.assert_array_equal(chosen_s, times_s[indices].astype(np.float32))
+    assert indices[-1] == num_frames - 1
+    # A rate that is only rounded is the published one.
+    rate_fps = round(1 / interval_s, 4)
+    indices, chosen_s = choose_frames(num_frames, rate_fps, times_s, budget_of(2.0))
+    np.testing.assert_array_equal(chosen_s, indices.astype(np.float32) / np.float32(rate_fps))
 
 
 @settings(max_examples=100)
