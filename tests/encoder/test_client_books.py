@@ -306,8 +306,8 @@ KINDS += ["die", "disconnect", "connect", "connect", "connect", "drain", "stop",
 events = st.tuples(st.sampled_from(KINDS), st.integers(0, NUM_REPLICAS - 1), st.integers(0, 99))
 
 
-@settings(deadline=None, max_examples=150)
-@given(st.lists(events, max_size=60))
+@settings(deadline=None, max_examples=60)
+@given(st.lists(events, min_size=40, max_size=100))
 def test_every_call_ends_once_and_no_lease_is_lost_or_ended_too_soon(course: list[tuple[str, int, int]]) -> None:
     async def play() -> None:
         it = Play()
