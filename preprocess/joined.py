@@ -16,6 +16,8 @@ from typing import Final
 from preprocess.sniff import sniff
 from preprocess.truncation import mp4_boxes
 
+# A file has tens, and an hour of FLV 300,000.
+_MAX_CHUNKS: Final = 1_000_000
 _HEAD_BYTES: Final = 1024
 _LEAST_UNKNOWN_SIZE: Final = 0x7FFF0000
 
@@ -48,7 +50,9 @@ def _behind_au(content: bytes, kind: str) -> bool:
 
 def _behind_caf(content: bytes, kind: str) -> bool:
     at = 8
-    while at + 12 <= len(content):
+    for _ in range(_MAX_CHUNKS):
+        if at + 12 > len(content):
+            break
         if content.startswith(b"caff", at):
             return True
         # An unknown size, -1, is past every end.
@@ -58,7 +62,9 @@ def _behind_caf(content: bytes, kind: str) -> bool:
 
 def _behind_tags(content: bytes, kind: str) -> bool:
     at = int.from_bytes(content[5:9], "big") + 4
-    while at + 11 <= len(content):
+    for _ in range(_MAX_CHUNKS):
+        if at + 11 > len(content):
+            break
         if content.startswith(b"FLV\1", at):
             return True
         at += 15 + int.from_bytes(content[at + 1 : at + 4], "big")

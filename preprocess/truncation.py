@@ -27,6 +27,8 @@ _LEAST_UNKNOWN_SIZE: Final = 0x7FFF0000
 _LEAST_UNKNOWN_LONG_SIZE: Final = 1 << 62
 # Some writers count their own header into the size of the data.
 _SLACK_BYTES: Final = 64
+# Chunks, boxes or blocks in front of the sound; files have tens. More are walked past for seconds, and say nothing.
+_MAX_CHUNKS: Final = 200_000
 _TABLED: Final = frozenset({"MP4", "M4A", "Matroska", "AVI"})
 _OGG_HEADER_BYTES: Final = 27
 _OGG_END_FLAG: Final = 4
@@ -115,7 +117,9 @@ def _avi_end(content: bytes) -> int | None:
 def _w64_end(content: bytes) -> int | None:
     """Wave64: chunks are named by 16 bytes, and their sizes of 8 bytes count those 24 too and are padded to 8."""
     at = 40
-    while at + 24 <= len(content):
+    for _ in range(_MAX_CHUNKS):
+        if at + 24 > len(content):
+            break
         (size,) = struct.unpack_from("<Q", content, at + 16)
         if content.startswith(b"data", at):
             return int(at + size) if 24 < size < _LEAST_UNKNOWN_LONG_SIZE else None
@@ -125,7 +129,9 @@ def _w64_end(content: bytes) -> int | None:
 
 def _caf_end(content: bytes) -> int | None:
     at = 8
-    while at + 12 <= len(content):
+    for _ in range(_MAX_CHUNKS):
+        if at + 12 > len(content):
+            break
         (size,) = struct.unpack_from(">Q", content, at + 4)
         if content.startswith(b"data", at):
             return int(at + 12 + size) if size < _LEAST_UNKNOWN_LONG_SIZE else None
@@ -135,14 +141,15 @@ def _caf_end(content: bytes) -> int | None:
 
 def _mp4_end(content: bytes) -> int | None:
     """The furthest end of a box of media data."""
-    ends = [end for name, end in mp4_boxes(content) if name == b"mdat"]
-    return max(ends, default=None)
+    return max((end for name, end in mp4_boxes(content) if name == b"mdat"), default=None)
 
 
 def mp4_boxes(content: bytes) -> Iterator[tuple[bytes, int]]:
-    """Names and ends of the outermost boxes."""
+    """Names and ends of the outermost boxes, up to a number that no file has."""
     at = 0
-    while at + 8 <= len(content):
+    for _ in range(_MAX_CHUNKS):
+        if at + 8 > len(content):
+            return
         size = int.from_bytes(content[at : at + 4], "big")
         if size == 1:
             size = int.from_bytes(content[at + 8 : at + 16], "big")
@@ -179,7 +186,9 @@ def _aiff_end(content: bytes) -> int | None:
 def _chunk_end(content: bytes, wanted: bytes, order: str) -> int | None:
     """Where the wanted chunk ends by its own size; None when there is no such chunk, or its size says nothing."""
     at = 12
-    while at + 8 <= len(content):
+    for _ in range(_MAX_CHUNKS):
+        if at + 8 > len(content):
+            break
         (size,) = struct.unpack_from(f"{order}I", content, at + 4)
         if content[at : at + 4] == wanted:
             return None if size == 0 or size >= _LEAST_UNKNOWN_SIZE else at + 8 + size

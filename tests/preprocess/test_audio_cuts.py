@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from preprocess import DecodeLimits, MediaKey, MediaOptions, MediaUndecodable, Modality, ProcessorConfig, prepare
+from preprocess import (
+    DecodeLimits,
+    MediaKey,
+    MediaOptions,
+    MediaTooLarge,
+    MediaUndecodable,
+    Modality,
+    ProcessorConfig,
+    prepare,
+)
 from preprocess.audio import decode_audio
+from preprocess.joined import joined_warnings
+from preprocess.truncation import num_missing_bytes
 from preprocess.video.index import read_index
 from tests.fakes.clips import index_first, make_video, sine, sound_file
 from tests.fakes.media.sounds import encoded
@@ -117,6 +129,29 @@ def test_a_signature_in_a_picture_of_a_flac_begins_no_file() -> None:
     head = 4 + 4 + 34
     block = content[:head] + b"\x02\0\0\x20" + b"abcd" + content[:28] + content[head:]
     np.testing.assert_array_equal(decode_audio(block, LIMITS)[0].samples, decode_audio(content, LIMITS)[0].samples)
+
+
+def test_no_endless_chain_of_flac_files() -> None:
+    content = sound_file(song(), RATE_HZ, kind="FLAC")
+    with pytest.raises(MediaTooLarge, match="more than 1000 files"):
+        decode_audio(content + content[:42] * 1001, LIMITS)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\0\0\0\x08ftyp" + b"\0\0\0\x08free" * 8_000_000,
+        b"caff\0\1\0\0" + (b"free" + bytes(8)) * 8_000_000,
+        b"RIFF\xff\xff\xff\x7fWAVE" + b"JUNK\0\0\0\0" * 8_000_000,
+        b"FLV\1\1\0\0\0\x09\0\0\0\0" + (b"\x08" + bytes(14)) * 8_000_000,
+    ],
+    ids=["boxes", "chunks", "riff", "tags"],
+)
+def test_empty_chunks_are_not_walked_for_long(content: bytes) -> None:
+    start_s = time.process_time()
+    assert num_missing_bytes(content) == 0
+    assert joined_warnings(content) == ()
+    assert time.process_time() - start_s < 3
 
 
 READ_ON = {"mp3": coded("mp3", "libmp3lame"), "aac": coded("adts", "aac"), "webm": TABLED["webm"], "avi": TABLED["avi"]}
