@@ -19,11 +19,13 @@ from numpy.typing import NDArray
 from encoder.cache.arena import attach, checksum
 from encoder.errors import (
     EmbeddingLost,
+    EncodeCancelled,
     EncoderBusy,
     EncoderError,
     EncoderUnavailable,
     KeyMismatch,
     ReplicaLost,
+    TowerFailed,
 )
 from encoder.links import Handler, Link, MemoryLink, ZmqLink
 from encoder.remote import Answer, Remote
@@ -38,9 +40,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Another replica may do better where one failed like this; any other failure is the medium's own.
-RETRYABLE = (ReplicaLost, EncoderBusy, EncoderUnavailable, KeyMismatch)
-# The replica is gone or about to go. If there is no other, the next one to come up is waited for.
-GOING = (ReplicaLost, EncoderUnavailable)
+RETRYABLE = (ReplicaLost, EncodeCancelled, EncoderUnavailable, EncoderBusy, KeyMismatch, TowerFailed)
+# The replica is gone or about to go, or took us for gone. If there is no other, the next one to come up is waited for.
+GOING = (ReplicaLost, EncodeCancelled, EncoderUnavailable)
 # One retry where the replica lives. A replica may be lost by chance twice in a row, while all are restarted one by one;
 # but a medium that took this many with it is not given to yet another.
 MAX_REFUSED = 2
@@ -193,7 +195,7 @@ class EncoderClient:
                 logger.info("encoder %s did not serve %s: %s", replica.name, key, error)
                 failed.add(replica.name)
                 last_error = error
-                num_lost += isinstance(error, ReplicaLost)
+                num_lost += isinstance(error, (ReplicaLost, EncodeCancelled))
                 num_refused += not isinstance(error, GOING)
         assert last_error is not None
         raise last_error

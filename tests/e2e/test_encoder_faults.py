@@ -241,6 +241,22 @@ async def test_a_killed_replica_under_load_costs_no_request(service: Service) ->
         await clients.until_idle()
 
 
+async def test_replicas_restarted_in_turn_under_load_cost_no_request(service: Service) -> None:
+    """SIGTERM: a replica answers what it has taken, and what it refuses meanwhile goes to the other."""
+    async with clients_of(service) as clients:
+        async with clients.load(16, 3_000_000):
+            for name in ("encoder-0", "encoder-1"):
+                await clients.until_answered(40)
+                ended = service.stages()[name]
+                os.kill(ended, signal.SIGTERM)
+                while service.stages().get(name) == ended:  # noqa: ASYNC110 - another process
+                    await asyncio.sleep(0.05)
+                await clients.until_all_ready()
+        assert set(clients.outcomes) == {"200"}, (clients.outcomes, clients.details[:3])
+        clients.check_books()
+        await clients.until_idle()
+
+
 async def test_a_replica_that_is_silent_costs_no_request(service: Service) -> None:
     """Stopped in the middle: its connections stand, and nothing comes back."""
     async with clients_of(service) as clients:

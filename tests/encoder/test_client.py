@@ -24,6 +24,7 @@ from encoder.types import (
     Farewell,
     FromEncoder,
     Goodbye,
+    KeepLeases,
     Ping,
     ReleaseLeases,
     StageTimings,
@@ -45,6 +46,7 @@ class ScriptedLink:
         self.name = name
         self.connected = False
         self.mute = False
+        self.wedged = False
         self.incarnation = f"{name}1"
         self.sent: list[ToEncoder] = []
         self._behave = behave
@@ -91,6 +93,7 @@ class ScriptedLink:
             capacity_bytes=0,
             leased_bytes=0,
             ready=True,
+            wedged=self.wedged,
             arena="none",
         )
 
@@ -124,6 +127,14 @@ def refuse(link: ScriptedLink, request: EncodeRequest) -> None:
         request_id=request.request_id, code="encoder_busy", message="full", status=503, retry_after_s=2.0
     )
     link.deliver(busy)
+
+
+def fail(link: ScriptedLink, request: EncodeRequest) -> None:
+    link.deliver(EncodeFailure(request_id=request.request_id, code="tower_failed", message="no memory", status=500))
+
+
+def take_for_gone(link: ScriptedLink, request: EncodeRequest) -> None:
+    link.deliver(EncodeFailure(request_id=request.request_id, code="cancelled", message="gone", status=499))
 
 
 def reject(link: ScriptedLink, request: EncodeRequest) -> None:
@@ -164,7 +175,7 @@ async def test_a_key_goes_to_its_owner() -> None:
     assert [len(link.requests()) for link in links] == [3, 0, 0]
 
 
-@pytest.mark.parametrize("behave", [die, refuse])
+@pytest.mark.parametrize("behave", [die, refuse, fail, take_for_gone])
 async def test_one_retry_on_the_next_replica(behave: Callable[[ScriptedLink, EncodeRequest], None]) -> None:
     links = owner_first(behave, answer, answer)
     async with client_of(*links) as client:
@@ -243,6 +254,68 @@ async def test_a_silent_replica_is_given_up() -> None:
         links[0].mute = False
         await asyncio.sleep(0.1)
         assert client.infos()[links[0].name] is not None
+
+
+async def test_who_answers_no_ping_is_passed_over_before_it_is_given_up() -> None:
+    links = owner_first(ignore, answer)
+    async with client_of(*links, silence_timeout_s=1.0) as client:
+        owed = asyncio.create_task(encode(client))
+        await asyncio.sleep(0.1)
+        links[0].mute = True
+        await asyncio.sleep(0.7)
+        assert client.infos()[links[0].name] is not None
+        assert (await encode(client)).ref.lease_id.startswith(links[1].incarnation)
+        assert client.loads() == {links[0].name: 1, links[1].name: 0}
+        assert (await owed).ref.lease_id.startswith(links[1].incarnation)
+        assert CancelEncode(request_id=links[0].requests()[0].request_id) in links[0].sent
+
+
+async def test_a_client_that_stood_still_itself_gives_nobody_up() -> None:
+    link = ScriptedLink("a", ignore)
+    async with client_of(link, silence_timeout_s=0.2) as client:
+        owed = asyncio.create_task(encode(client, timeout_s=1.0))
+        await asyncio.sleep(0.1)
+        time.sleep(0.5)  # noqa: ASYNC251 - this is the point
+        for _ in range(5):
+            await asyncio.sleep(0)
+            assert client.infos()["a"] is not None
+        with pytest.raises(EncodeDeadline):
+            await owed
+    assert len(link.requests()) == 1
+
+
+async def test_a_stuck_tower_is_passed_over_while_there_is_another() -> None:
+    links = owner_first(answer, answer)
+    links[0].wedged = True
+    async with client_of(*links) as client:
+        assert (await encode(client)).ref.lease_id.startswith(links[1].incarnation)
+        links[1].wedged = True
+        await asyncio.sleep(0.1)
+        assert (await encode(client)).ref.lease_id.startswith(links[0].incarnation)
+
+
+async def test_a_replica_that_ends_is_waited_for_if_it_is_the_only_one() -> None:
+    def refuse_once(link: ScriptedLink, request: EncodeRequest) -> None:
+        if len(link.requests()) > 1:
+            answer(link, request)
+            return
+        link.deliver(
+            EncodeFailure(request_id=request.request_id, code="encoder_unavailable", message="it ends", status=503)
+        )
+
+    async with client_of(*owner_first(refuse_once)) as client:
+        assert (await encode(client)).cached is False
+
+
+async def test_a_connection_that_is_back_begins_with_the_leases_still_held() -> None:
+    link = ScriptedLink("a", answer)
+    async with client_of(link) as client:
+        kept, given_back = await encode(client), await encode(client)
+        link.set_connected(False)
+        client.release(given_back.ref)
+        told = len(link.sent)
+        link.set_connected(True)
+        assert link.sent[told] == KeepLeases(lease_ids=(kept.ref.lease_id,))
 
 
 async def test_nobody_up_is_said_at_the_deadline() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,42 @@ async def test_media_are_fetched_once_for_many_who_ask_together(tiny_model_dir: 
             assert site.hits["/a.png"] == 1
             assert parts.server.info().counters["batch_jobs"] == 1
             assert await parts.metric('mimo_encoder_media_total{modality="image",outcome="encoded"}') >= 1
+            await parts.until_idle()
+
+
+@pytest.mark.parametrize("while_it", ["is fetched", "is encoded"])
+async def test_whoever_asked_first_may_leave_while_others_wait(
+    tiny_model_dir: Path, make_png: Bytes, while_it: str
+) -> None:
+    picture = make_png(1)
+    async with media_server() as site:
+
+        @site.script("/a.png")
+        async def _(call: Any) -> None:
+            await site.gate.wait()
+            await call.answer(picture)
+
+        fetch = FetchLimits(allow_private_addresses=True)
+        async with fronted(tiny_model_dir, fetch=fetch) as parts:
+            tower_is_free = threading.Event()
+            parts.server._runner._thread.submit(tower_is_free.wait)
+            item = {"type": "image_url", "image_url": {"url": site.url("/a.png")}}
+            first = asyncio.create_task(parts.encode(item))
+            await until(lambda: site.hits["/a.png"] == 1)
+            others = [asyncio.create_task(parts.encode(item)) for _ in range(49)]
+            await until(lambda: parts.front.desk.num_inflight == 50)
+            if while_it == "is encoded":
+                site.gate.set()
+                await until(lambda: parts.server.info().num_pending == 50)
+            first.cancel()
+            await until(lambda: parts.front.desk.num_inflight == 49)
+            site.gate.set()
+            tower_is_free.set()
+            answers = await asyncio.gather(*others)
+            assert {status for status, _ in answers} == {200}
+            assert len({answer["data"][0]["embedding"] for _, answer in answers}) == 1
+            assert site.hits["/a.png"] == 1
+            assert parts.server.info().counters["batch_jobs"] == 1
             await parts.until_idle()
 
 
