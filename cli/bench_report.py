@@ -44,6 +44,8 @@ def show(console: Console, results: Sequence[Result]) -> None:
     for result in results:
         table.add_row(*_row(result))
     console.print(table)
+    # Without this the columns of a busy machine seem to contradict each other.
+    console.print(Text("medians over the runs; ratio and of limit are taken within each run", style="dim"))
     for result in results:
         console.print(Text(f"{result.case.name}: {result.detail}"), soft_wrap=True)
         console.print(Text(f"  plain way: {result.case.baseline}; limit: {result.case.limit}"), soft_wrap=True)
