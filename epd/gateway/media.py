@@ -229,9 +229,16 @@ class MediaStage:
                     seen_s = self._clock()
                 elif self._clock() - seen_s > self._patience_s():
                     raise EncoderUnavailable("no encoder is up", retry_after_s=5.0)
-            return reply.result()
-        finally:
+        except BaseException:
             reply.cancel()
+            # It may have been answered in the same moment, and nobody else would give that lease back.
+            reply.add_done_callback(self._release_unseen)
+            raise
+        return reply.result()
+
+    def _release_unseen(self, reply: asyncio.Future[EncodeReply]) -> None:
+        if not reply.cancelled() and reply.exception() is None:
+            self.release(reply.result().ref)
 
 
 async def _all(coroutines: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:

@@ -1,13 +1,19 @@
 """How long a request holds its embeddings: to the first token, once, and again for a later attempt."""
 
 import asyncio
+import time
+from typing import Any
 
 import pytest
 
 from encoder.errors import ArenaFull
+from encoder.types import EncodeReply
+from epd.gateway.conversation import MediaPart
+from epd.gateway.media import MediaStage, Medium
 from epd.types import Role
+from preprocess.types import MediaKey, MediaSource, Modality
 from tests.fakes.gateway import IMAGE_URL, RENDERER, VIDEO_URL, running_gateway, says, text_of
-from tests.fakes.stages import until
+from tests.fakes.stages import FakeFetcher, until
 
 TEXT = "one two three four five six"
 PICTURE = {"type": "image_url", "image_url": {"url": IMAGE_URL}}
@@ -101,3 +107,30 @@ async def test_downloads_of_a_request_have_one_asker() -> None:
         assert first is second is not None
         assert third is fourth is not None
         assert first is not third
+
+
+async def test_an_answer_that_comes_in_the_moment_of_leaving_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a request that is cancelled in the step of the loop in which its medium is done."""
+    async with running_gateway(says(TEXT)) as stack:
+        ask, answered, leave = stack.encoder.encode, asyncio.Event(), asyncio.Event()
+
+        async def encode(*arguments: Any) -> EncodeReply:
+            await leave.wait()
+            answered.set()
+            return await ask(*arguments)
+
+        monkeypatch.setattr(stack.encoder, "encode", encode)
+        asked = MediaStage(
+            fetcher=FakeFetcher(), encoder=stack.encoder, processor=None, clock=time.monotonic, patience_s=lambda: 9.0
+        )
+        medium = Medium(MediaPart("part", MediaSource(Modality.IMAGE, IMAGE_URL)), b"image", MediaKey("k"))
+        request = asyncio.create_task(asked.encode(medium, time.time() + 60))
+        await asyncio.sleep(0.01)
+        leave.set()
+        await answered.wait()
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        await asyncio.sleep(0.05)
+        assert stack.encoder.encoded == [b"image"]
+        assert not stack.encoder.leases
