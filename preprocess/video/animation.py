@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from preprocess.config import DecodeLimits
@@ -21,6 +22,7 @@ from preprocess.video.stream import check_frame_size, check_length, check_total,
 
 _HEADER_BYTES: Final = 12
 _MS: Final = 1000
+_BAND_PIXELS: Final = 1024 * 1024
 
 
 def is_animated_webp(content: bytes) -> bool:
@@ -81,6 +83,16 @@ def decode_animation(
                     image.seek(passed)
                     image.load()
                     num_decoded = passed + 1
-                emit(place, over_white(np.asarray(image.convert("RGBA"))))
+                emit(place, _over_white(image))
     except (OSError, EOFError, ValueError) as error:
         raise FewerFrames(num_decoded) from error
+
+
+def _over_white(image: Image.Image) -> NDArray[np.uint8]:
+    """[H, W, 3], without a second whole picture of four bytes a pixel."""
+    over = np.empty((image.height, image.width, 3), dtype=np.uint8)
+    step = max(1, _BAND_PIXELS // image.width)
+    for top in range(0, image.height, step):
+        band = image.crop((0, top, image.width, min(top + step, image.height)))
+        over[top : top + step] = over_white(np.asarray(band.convert("RGBA")))
+    return over

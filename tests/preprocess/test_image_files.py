@@ -398,10 +398,8 @@ def test_heic_without_its_library_is_refused_by_name(monkeypatch: pytest.MonkeyP
 
 
 def test_what_pillow_takes_for_a_bomb_is_told_in_numbers() -> None:
-    content = bytearray(picture_file(blocks(8, 8, 0), "GIF"))
-    content[6:10] = b"\xff" * 4
     with pytest.raises(MediaTooLarge, match=r"has 4294836225 pixels, allowed are 100000000"):
-        decoded(bytes(content))
+        decoded(b"P6\n65535 65535\n255\n" + bytes(100))
 
 
 def test_avif_without_its_codec_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
