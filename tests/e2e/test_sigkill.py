@@ -1,5 +1,7 @@
 """SIGKILL of every stage under load: the supervisor restarts it, every request ends, the next ones work."""
 
+import base64
+import io
 import os
 import signal
 import threading
@@ -11,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from tests.e2e.service import SAMPLES, Service, file_url, running_service, text_of
 
@@ -24,6 +28,16 @@ PICTURE = [
     {"type": "image_url", "image_url": {"url": file_url("picture.png")}},
     {"type": "text", "text": "What is in the picture?"},
 ]
+
+
+def same_picture(remark: str) -> list[dict[str, Any]]:
+    """PICTURE in a file that nobody has seen, so that it is encoded anew: only a remark in it differs."""
+    chunks, buffer = PngInfo(), io.BytesIO()
+    chunks.add_text("Comment", remark)
+    with Image.open(SAMPLES / "picture.png") as picture:
+        picture.save(buffer, "PNG", pnginfo=chunks)
+    url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return [{"type": "image_url", "image_url": {"url": url}}, *PICTURE[1:]]
 
 
 # Half of the clients ask about the picture, half count, each from its own numbers, so that prompts differ.
@@ -56,11 +70,12 @@ class Load:
     Outcomes are statuses and names of exceptions; `wrong` holds the answers that are not the undisturbed ones.
     """
 
-    def __init__(self, service: Service, undisturbed: list[list[str]]) -> None:
+    def __init__(self, service: Service, undisturbed: list[list[str]], *, new_pictures: bool = False) -> None:
         self.outcomes: Counter[str] = Counter()
         self.wrong: list[tuple[Any, str]] = []
         self._service = service
         self._undisturbed = undisturbed
+        self._new_pictures = new_pictures
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._clients = [threading.Thread(target=self._run, args=(i,)) for i in range(NUM_CLIENTS)]
@@ -88,6 +103,8 @@ class Load:
             at = number % len(PROMPTS[index])
             number += 1
             prompt, expected, text = PROMPTS[index][at], self._undisturbed[index][at], None
+            if self._new_pictures and prompt is PICTURE:
+                prompt = same_picture(f"{index}/{number}")
             try:
                 answer = self._service.ask(prompt, max_tokens=32, timeout_s=45)
                 outcome = str(answer.status)
@@ -112,6 +129,21 @@ def test_killing_a_stage_under_load(service: Service, undisturbed: list[list[str
     assert load.outcomes["200"] >= load.outcomes.total() / 2, load.outcomes
     assert load.wrong == []
     assert answer_to(service, PICTURE) == expected
+
+
+def test_killing_one_of_two_encoders_costs_nothing(tmp_path: Path, undisturbed: list[list[str]]) -> None:
+    """Not even a 503: what it owed is encoded by the other, and what it had encoded is in the arena of the host."""
+    arguments = ("--mode", "epd", "--encoders", "2", "--media-root", str(SAMPLES))
+    with running_service(tmp_path, *arguments) as service:
+        with Load(service, undisturbed, new_pictures=True) as load:
+            for stage in ("encoder-0", "encoder-1"):
+                load.wait_for(load.outcomes["200"] + 6)
+                killed_pid = service.kill(stage)
+                load.wait_for(load.outcomes["200"] + 12)
+                service.wait_ready()
+                assert service.stages()[stage] != killed_pid
+        assert set(load.outcomes) == {"200"}, load.outcomes
+        assert load.wrong == []
 
 
 def test_killing_the_gateway_under_load(service: Service, undisturbed: list[list[str]]) -> None:
