@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import struct
 import sys
+import threading
 import time
 
 import numpy as np
@@ -24,7 +25,7 @@ from preprocess import (
     ProcessorConfig,
     prepare,
 )
-from preprocess.crew import NO_CREW
+from preprocess.crew import NO_CREW, Crew
 from preprocess.pool import DecodePool
 from preprocess.types import MediaPart, Pixels
 from preprocess.video import OpenVideo, open_video, opened
@@ -162,9 +163,33 @@ def test_raw_parts_are_bounded_by_what_their_frames_take(
     assert len(parts) == 1
 
 
+def test_large_frames_are_decoded_by_fewer_at_a_time(tiny: ProcessorConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = make_video(200, gop=10)
+    crew = Crew(3)
+
+    def workers() -> set[int]:
+        seen: set[int] = set()
+        video = video_of(content, tiny, 40)
+        video.decode(
+            lambda _: seen.add(threading.get_ident()),
+            patches_per_part=1,
+            raw=True,
+            crew=crew,
+            check_deadline=lambda: time.sleep(0.001),
+        )
+        return seen
+
+    try:
+        assert len(workers()) > 1
+        monkeypatch.setattr(opened, "_DECODERS_BYTES", 16 * 64 * 48)
+        assert workers() == {threading.get_ident()}
+    finally:
+        crew.close()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="worker processes need memfd and pidfd")
 async def test_giants_hold_up_nobody_and_end_in_time(tiny: ProcessorConfig) -> None:
-    settings = DecodeSettings(num_threads=2, isolation="processes", max_worker_bytes=2 * 1024**3)
+    settings = DecodeSettings(num_threads=2, isolation="processes", max_worker_bytes=1024**3)
     pool = DecodePool(settings)
     try:
         await pool.warm_up()
@@ -177,6 +202,8 @@ async def test_giants_hold_up_nobody_and_end_in_time(tiny: ProcessorConfig) -> N
 
         with pytest.raises(MediaTooLarge, match="6000 x 6000"):
             await ask(giant(6000, 200), Modality.VIDEO, LIMITS, 60.0)
+        # With the limit raised, it takes some of the decoder's frames and one of ours.
+        assert (await ask(giant(6000, 8), Modality.VIDEO, UNBOUND, 60.0)).patches is not None
         start_s = time.monotonic()
         long = asyncio.create_task(ask(giant(4000, 5000), Modality.VIDEO, UNBOUND, 2.0))
         small = picture_file(blocks(64, 64, 0))
