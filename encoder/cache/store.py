@@ -233,7 +233,7 @@ class EmbeddingStore:
 
         def act() -> int:
             given = self._index.rows("SELECT number, holder FROM leases WHERE owner = ?", (owner,))
-            ended = [number for number, holder in given if f"{holder}:{number}" not in lease_ids]
+            ended = [number for number, holder in sorted(given) if f"{holder}:{number}" not in lease_ids]
             return sum(self._end("number = ?", (number,)) for number in ended)
 
         return self._room_appeared(self._or_later(act))

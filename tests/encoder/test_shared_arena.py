@@ -13,7 +13,7 @@ from encoder.client import ArenaReader, EncoderClient
 from encoder.config import EncoderConfig
 from encoder.links import MemoryLink
 from encoder.process import open_server
-from encoder.types import EncodeFailure, EncodeReply
+from encoder.types import EncodeFailure, EncodeReply, KeepLeases
 from tests.fakes.encoder_peer import CONFIG, Peer, until
 
 # A picture of 96 x 128 pixels has 12 rows of 192 float32.
@@ -100,6 +100,27 @@ async def test_a_peer_lost_by_one_keeps_what_it_holds_at_the_other(
         assert one.server.info().leased_bytes == 12 * 1024
         two.server.disconnect(one.name)
         assert one.server.info().leased_bytes == 0
+
+
+async def test_who_is_back_after_a_loss_keeps_what_it_holds_and_nothing_else(
+    tiny_model_dir: Path, make_png: Callable[..., bytes]
+) -> None:
+    """The first replica is killed after two answers, one of which was never read. The second one is told."""
+    async with two_peers(tiny_model_dir) as (one, two):
+        two.name = one.name
+        held, _ = await one.encode(make_png(1)), await one.encode(make_png(2))
+        assert isinstance(held, EncodeReply)
+        other = await two.encode(make_png(3))
+        assert isinstance(other, EncodeReply)
+        keep = KeepLeases(lease_ids=(held.ref.lease_id, other.ref.lease_id))
+        two.server.handle(keep, (), lambda *_: None, peer="somebody else")
+        assert two.server.info().leased_bytes == 3 * 12 * 1024
+        two.server.handle(keep, (), lambda *_: None, peer=two.name)
+        assert two.server.info().leased_bytes == 2 * 12 * 1024
+        assert ArenaReader().tensor(held.ref).isfinite().all()
+        for reply in (held, other):
+            two.release(reply)
+        assert two.server.info().leased_bytes == 0
 
 
 async def test_a_lease_of_a_stopped_replica_is_ended_through_the_other(

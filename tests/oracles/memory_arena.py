@@ -74,6 +74,10 @@ class MemoryArena:
     def release_owner(self, holder: str, owner: str) -> int:
         return self._release_all(lambda lease: lease[1:3] == (holder, owner))
 
+    def keep_only(self, owner: str, numbers: set[int]) -> int:
+        lost = sorted(n for n, lease in self.leases.items() if lease[2] == owner and n not in numbers)
+        return sum(self.release(number) for number in lost)
+
     def expire(self, now_s: float) -> int:
         return self._release_all(lambda lease: lease[3] <= now_s)
 

@@ -359,6 +359,12 @@ class StoreMachine(RuleBasedStateMachine):
     def peer_leaves(self, at: int, owner: str) -> None:
         assert self.stores[at].release_owner(owner) == self.truth.release_owner(self.names[at], owner)
 
+    @rule(at=st.integers(0, 2), owner=st.sampled_from("xy"), data=st.data())
+    def peer_is_back(self, at: int, owner: str, data: st.DataObject) -> None:
+        kept = set(data.draw(st.lists(st.sampled_from(sorted(self.refs))))) if self.refs else set()
+        lease_ids = {self.refs[number][0].lease_id for number in kept}
+        assert self.stores[at].keep_only(owner, lease_ids) == self.truth.keep_only(owner, kept)
+
     @rule(at=st.integers(0, 2), seconds=st.integers(1, 3))
     def pass_time(self, at: int, seconds: int) -> None:
         self.now_s += seconds
