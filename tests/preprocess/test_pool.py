@@ -332,10 +332,10 @@ async def test_a_stuck_thread_keeps_its_place(tiny: ProcessorConfig) -> None:
     pool = DecodePool(DecodeSettings(num_threads=1))
     slow = picture_file(np.random.RandomState(0).randint(0, 256, (3000, 3000, 3)).astype(np.uint8), compress_level=1)
     with pytest.raises(MediaDecodeTimeout):
-        await pool.prepare(slow, modality=Modality.IMAGE, options=MediaOptions(), config=tiny, key=KEY, timeout_s=0.005)
+        await pool.prepare(slow, modality=Modality.IMAGE, options=MediaOptions(), config=tiny, key=KEY, timeout_s=0.03)
     assert pool.num_stuck == 1
     with pytest.raises(MediaDecodeTimeout):
-        await pool.prepare(slow, modality=Modality.IMAGE, options=MediaOptions(), config=tiny, key=KEY, timeout_s=0.005)
+        await pool.prepare(slow, modality=Modality.IMAGE, options=MediaOptions(), config=tiny, key=KEY, timeout_s=0.03)
     assert pool.num_stuck == 1, "the second call waited for a place, and its thread never began"
     await prepare_picture(pool, tiny)
     assert pool.num_stuck == 0
