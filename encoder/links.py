@@ -17,7 +17,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from encoder.errors import WireError
 from encoder.parting import REPEAT_S, Partings
-from encoder.types import EncodeFailure, EncodeReply, Farewell, FromEncoder, Goodbye, Rows, ToEncoder
+from encoder.types import EncodeFailure, EncodeReply, Farewell, FromEncoder, Goodbye, ReleaseLeases, Rows, ToEncoder
 from encoder.wire import Buffer, Codec, TensorFrame
 
 logger = logging.getLogger(__name__)
@@ -218,7 +218,7 @@ class ZmqEndpoint:
     def __init__(self, address: str, server: Handler, context: zmq.asyncio.Context) -> None:
         self._server = server
         self._codec: Codec[ToEncoder] = Codec(ToEncoder)
-        self._outbox: asyncio.Queue[tuple[bytes, list[Buffer]]] = asyncio.Queue()
+        self._outbox: asyncio.Queue[tuple[bytes, FromEncoder, list[Buffer]]] = asyncio.Queue()
         self._partings: Partings[bytes] = Partings()
         self._partings_changed = asyncio.Event()
         self._absent: dict[bytes, asyncio.TimerHandle] = {}
@@ -264,7 +264,8 @@ class ZmqEndpoint:
         while True:
             self._partings_changed.clear()
             for identity, sequence in self._partings.take_due(again=again):
-                self._outbox.put_nowait((identity, self._codec.encode(Farewell(sequence=sequence))))
+                farewell = Farewell(sequence=sequence)
+                self._outbox.put_nowait((identity, farewell, self._codec.encode(farewell)))
             if self._partings.is_over:
                 return
             try:
@@ -293,17 +294,21 @@ class ZmqEndpoint:
             if isinstance(message, EncodeReply | EncodeFailure | Rows):
                 self._partings.spoke(identity)
                 self._partings_changed.set()
-            self._outbox.put_nowait((identity, self._codec.encode(message, tensors)))
+            self._outbox.put_nowait((identity, message, self._codec.encode(message, tensors)))
 
         return reply
 
     async def _write(self) -> None:
         while True:
-            identity, frames = await self._outbox.get()
+            identity, message, frames = await self._outbox.get()
             try:
                 await self._socket.send_multipart([identity, *frames])
             except zmq.ZMQError as error:
-                # EHOSTUNREACH
+                # EHOSTUNREACH. What is in the reply nobody will ever hold: the request may have come on a connection
+                # that was replaced by another one since.
+                if isinstance(message, EncodeReply):
+                    release = ReleaseLeases(lease_ids=(message.ref.lease_id,))
+                    self._server.handle(release, (), self._replier(identity), peer=identity.hex())
                 logger.info("peer %s cannot be reached (%s)", identity.hex(), error)
                 self._server.end_requests(identity.hex())
                 self._partings.forget(identity)

@@ -11,9 +11,22 @@ import zmq.asyncio
 
 from encoder import links
 from encoder.links import ZmqEndpoint
-from encoder.types import EncodeFailure, EncodeRequest, EncoderInfo, Farewell, FromEncoder, Goodbye, Ping, ToEncoder
+from encoder.types import (
+    EmbeddingRef,
+    EncodeFailure,
+    EncodeReply,
+    EncodeRequest,
+    EncoderInfo,
+    Farewell,
+    FromEncoder,
+    Goodbye,
+    Ping,
+    ReleaseLeases,
+    StageTimings,
+    ToEncoder,
+)
 from encoder.wire import Codec, TensorFrame
-from preprocess.types import MediaKey, MediaOptions, Modality
+from preprocess.types import MediaKey, MediaLayout, MediaOptions, Modality
 from tests.fakes.encoder_peer import until
 
 READ_S = 10.0
@@ -25,6 +38,7 @@ class Draining:
     def __init__(self) -> None:
         self.unreached: list[str] = []
         self.gone: list[str] = []
+        self.released: list[str] = []
         self.reply: Callable[[FromEncoder, Sequence[TensorFrame]], None] | None = None
 
     def handle(
@@ -35,6 +49,9 @@ class Draining:
         *,
         peer: str = "local",
     ) -> None:
+        if isinstance(message, ReleaseLeases):
+            self.released += message.lease_ids
+            return
         self.reply = reply
         if isinstance(message, EncodeRequest):
             failure = EncodeFailure(request_id=message.request_id, code="unavailable", message="", status=503)
@@ -111,6 +128,22 @@ def request(request_id: str) -> EncodeRequest:
     )
 
 
+def reply_with(lease_id: str) -> EncodeReply:
+    key = MediaKey("0" * 32)
+    ref = EmbeddingRef(
+        key=key,
+        arena="arena",
+        offset_bytes=0,
+        num_rows=1,
+        width=4,
+        dtype="float32",
+        checksum=0,
+        lease_id=lease_id,
+    )
+    layout = MediaLayout(modality=Modality.IMAGE, grid_thw=(1, 2, 2))
+    return EncodeReply(request_id="a", key=key, layout=layout, ref=ref, cached=False, timings=StageTimings())
+
+
 async def test_replies_are_read_before_the_end_and_what_crosses_the_farewell_is_answered(tmp_path: Path) -> None:
     async with endpoint_and_reader(tmp_path) as (endpoint, reader):
         await reader.say(request("a"))
@@ -181,10 +214,11 @@ async def test_a_peer_out_of_reach_is_gone_only_if_it_stays_away(
 
         def talk_to_nobody() -> bool:
             assert server.reply is not None
-            server.reply(EncodeFailure(request_id="a", code="late", message="", status=500), ())
+            server.reply(reply_with("lease"), ())
             return bool(server.unreached)
 
         await until(talk_to_nobody)
+        assert set(server.released) == {"lease"}
         assert set(server.unreached) == {b"me".hex()}
         assert not server.gone
         if comes_back:
