@@ -3,6 +3,9 @@
 Sockets to scheduler ranks are kept, with the messages of one endpoint in order; one that fails is closed and made anew
 for the next message. Nobody waits for another endpoint's receiver. Frames are not copied: ZeroMQ reads the memory they
 are in, and `Hold` says when it has.
+
+A message is handed to a connection only once its other end has shaken hands as a receiver does. ZeroMQ takes whatever
+else talks first, an HTTP or SSH server, for a peer of its own first version, which has no handshake, and would send.
 """
 
 import asyncio
@@ -16,6 +19,7 @@ from typing import Final
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
 
 from encoder.sglang.errors import ReceiverUnreachable
 from encoder.sglang.message import Hold
@@ -31,21 +35,49 @@ _LOOK_S: Final = 0.02
 _GIVE_BACK_S: Final = 5.0
 _IDLE_S: Final = 300.0
 _LAST_S: Final = 1.0
+# A line takes three: its own, and both ends of what tells of its connection.
+_MAX_SOCKETS: Final = 3 * 8192
+_REFUSALS: Final = (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+# The other end hung up meanwhile: it may be going down, or find that this is no business of its own.
+_HANG_UP: Final = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_BEFORE_PARTING: Final = (zmq.EVENT_HANDSHAKE_SUCCEEDED, _HANG_UP)
+_EVENTS: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _HANG_UP | _REFUSALS[0] | _REFUSALS[1]
+# ZeroMQ tries again every 0.1 s.
+_MAX_HANG_UPS: Final = 5
 
 
 class _Line:
     """One socket, to one endpoint."""
 
-    def __init__(self, socket: zmq.asyncio.Socket, endpoint: str) -> None:
+    def __init__(self, socket: zmq.asyncio.Socket, news: zmq.asyncio.Socket, endpoint: str) -> None:
+        """`news` is where the events of the connection are read. Both sockets end with the line."""
         self.socket = socket
         self.endpoint = endpoint
+        self._news = news
+        self._latest_event = 0
         self.order = asyncio.Lock()
         self.num_users = 0
         self.used_s = time.monotonic()
         self.is_broken = False
 
+    async def greet(self) -> None:
+        """Returns when the connection of this moment is one to a receiver. Raises ReceiverUnreachable for another."""
+        num_hang_ups = 0
+        # Looked at before it is taken: a look that is cancelled loses nothing.
+        while await self._news.poll(0 if self._latest_event == zmq.EVENT_HANDSHAKE_SUCCEEDED else None):
+            event = parse_monitor_message(await self._news.recv_multipart(zmq.NOBLOCK))["event"]
+            num_hang_ups += event == _HANG_UP
+            # Disconnected without a word of how: by ZeroMQ here, which understood nothing, and tries no more.
+            is_foreign = event == zmq.EVENT_DISCONNECTED and self._latest_event not in _BEFORE_PARTING
+            if event in _REFUSALS or is_foreign or num_hang_ups == _MAX_HANG_UPS:
+                raise ReceiverUnreachable(f"what listens at {self.endpoint} is no receiver: ZeroMQ's handshake failed")
+            self._latest_event = event
+
     def end(self, linger_ms: int) -> None:
         if not self.socket.closed:
+            # In this order: ZeroMQ would wait for somebody to read its news.
+            self.socket.disable_monitor()
+            self._news.close(linger=0)
             self.socket.close(linger=linger_ms)
 
 
@@ -66,6 +98,8 @@ class Post:
         self._send_timeout_s = send_timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._context = zmq.asyncio.Context()
+        self._context.max_sockets = _MAX_SOCKETS
+        self._num_made = 0
         self._lines: dict[str, _Line] = {}
         self._carrying: set[asyncio.Task[None]] = set()
 
@@ -146,24 +180,31 @@ class Post:
     def _line(self, endpoint: str, *, is_shared: bool) -> _Line:
         line = self._lines.get(endpoint) if is_shared else None
         if line is None:
-            line = _Line(self._connected(endpoint), endpoint)
+            line = self._connected(endpoint)
             if is_shared:
                 self._lines[endpoint] = line
         return line
 
-    def _connected(self, endpoint: str) -> zmq.asyncio.Socket:
+    def _connected(self, endpoint: str) -> _Line:
         socket = self._context.socket(zmq.PUSH)
         socket.sndhwm = 0
         socket.linger = _LINGER_MS
         # Messages queue on connections that exist: a receiver that is not there is an error, not a growing queue.
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.IPV6, 0 if _is_ipv4(endpoint) else 1)
+        news = self._context.socket(zmq.PAIR)
+        # ZeroMQ's own thread would wait where there is no room.
+        news.rcvhwm = 0
+        line = _Line(socket, news, endpoint)
+        self._num_made += 1
         try:
+            socket.monitor(f"inproc://news-{self._num_made}", _EVENTS)
+            news.connect(f"inproc://news-{self._num_made}")
             socket.connect(endpoint)
         except zmq.ZMQError as error:
-            socket.close(linger=0)
+            line.end(0)
             raise ReceiverUnreachable(f"the receiver at {endpoint} cannot be reached: {error}") from error
-        return socket
+        return line
 
     async def _carry(self, parcel: _Parcel) -> None:
         """Raises ReceiverUnreachable, with the memory free by then as well."""
@@ -174,8 +215,12 @@ class Post:
         except TimeoutError as error:
             self._break(line)
             raise ReceiverUnreachable(
-                f"the receiver at {line.endpoint} took no connection within {parcel.connect_timeout_s:g} s"
+                f"the receiver at {line.endpoint} took no connection within {parcel.connect_timeout_s:g} s, with the "
+                "handshake that ZeroMQ has"
             ) from error
+        except ReceiverUnreachable:
+            self._break(line)
+            raise
         except zmq.ZMQError as error:
             self._break(line)
             raise ReceiverUnreachable(f"the receiver at {line.endpoint} cannot be reached: {error}") from error
@@ -191,6 +236,13 @@ class Post:
     async def _queue(self, parcel: _Parcel) -> zmq.MessageTracker:
         """Hand the message to ZeroMQ as soon as there is a connection."""
         line = parcel.line
+        if not line.is_broken:
+            try:
+                await line.greet()
+            except asyncio.CancelledError:
+                # By whoever broke the line, or by the caller.
+                if not line.is_broken:
+                    raise
         if line.is_broken:
             raise ReceiverUnreachable(f"the receiver at {line.endpoint} took no connection")
         # A future by then, not a coroutine: what it came to is seen even where waiting for it was cancelled.

@@ -342,6 +342,17 @@ async def test_media_that_take_too_long(open_encoder: Opener, receivers: list[Re
     await encoder.is_quiet()
 
 
+@pytest.mark.parametrize("as_list", [False, True])
+async def test_a_port_that_speaks_http_gets_nothing(open_encoder: Opener, as_list: bool) -> None:
+    """Its own, which answers the first bytes of ZeroMQ with 400."""
+    encoder = await open_encoder(connect_timeout_s=1.0)
+    port: object = [encoder.port] if as_list else encoder.port
+    status, answer = await encoder.post("/encode", part(url_of(**IMAGE), embedding_port=port))
+    assert status == 504
+    assert str(encoder.port) in answer["message"]
+    await encoder.is_quiet()
+
+
 async def test_one_dead_receiver_costs_nobody_else(open_encoder: Opener, receivers: list[Receiver]) -> None:
     encoder = await open_encoder(connect_timeout_s=0.5)
     live, dead = receivers

@@ -6,6 +6,7 @@ import socket
 from collections.abc import AsyncIterator
 
 import pytest
+import zmq
 
 from encoder.sglang.errors import ReceiverUnreachable
 from encoder.sglang.message import Hold
@@ -38,7 +39,7 @@ async def post() -> AsyncIterator[Post]:
 
 
 @contextlib.asynccontextmanager
-async def tcp_server(answer: bytes | None) -> AsyncIterator[str]:
+async def tcp_server(answer: bytes | None, port: int = 0) -> AsyncIterator[str]:
     """Something that takes connections and does not speak ZeroMQ."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -51,7 +52,7 @@ async def tcp_server(answer: bytes | None) -> AsyncIterator[str]:
                 pass
 
     writers: list[asyncio.StreamWriter] = []
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(serve, "127.0.0.1", port)
     try:
         yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
@@ -86,15 +87,53 @@ async def test_what_is_no_receiver_is_given_up(post: Post, answer: bytes | None)
         assert post.num_kept == 0
 
 
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"cos\nsystem\n(S'x'\ntR.", b"\x80\x04N."])
-async def test_nothing_that_comes_back_is_looked_at(post: Post, answer: bytes) -> None:
-    """ZeroMQ takes a peer of unknown words for one of its own first version, and sends."""
+NO_RECEIVERS = [
+    b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    b"SSH-2.0-OpenSSH_9.6\r\n",
+    b"cos\nsystem\n(S'x'\ntR.",
+    b"\x80\x04N.",
+    b"\x01\x00",
+]
+
+
+@pytest.mark.parametrize("answer", NO_RECEIVERS)
+@pytest.mark.parametrize("is_shared", [True, False])
+async def test_what_talks_first_and_is_no_receiver_gets_nothing(post: Post, answer: bytes, is_shared: bool) -> None:
+    """ZeroMQ takes a peer of unknown words for one of its own first version, and would send."""
     async with tcp_server(answer) as endpoint:
         lease = Counted()
-        with contextlib.suppress(ReceiverUnreachable):
-            await post.push(endpoint, [b"a", LARGE], held(lease), is_shared=True)
+        with pytest.raises(ReceiverUnreachable, match=r"is no receiver|the handshake that ZeroMQ has"):
+            await post.push(endpoint, [b"a", b"b" * 1000], held(lease), is_shared=is_shared)
         await until(lambda: lease.num_released)
         assert lease.num_released == 1
+        assert post.num_kept == 0
+
+
+async def test_a_socket_of_another_kind_is_refused_at_once() -> None:
+    post = Post(send_timeout_s=60.0, connect_timeout_s=60.0)
+    receiver = Receiver()
+    wrong = receiver.context.socket(zmq.REP)
+    port = wrong.bind_to_random_port("tcp://127.0.0.1")
+    try:
+        with pytest.raises(ReceiverUnreachable, match="handshake failed"):
+            async with asyncio.timeout(3.0):
+                await post.push(f"tcp://127.0.0.1:{port}", [b"a"], Hold(), is_shared=True)
+    finally:
+        wrong.close(0)
+        receiver.close()
+        await post.close()
+
+
+async def test_a_receiver_that_comes_again_at_its_place_is_greeted_anew(post: Post) -> None:
+    receiver = Receiver()
+    url = receiver.url
+    await post.push(f"tcp://{url}", [b"a"], Hold(), is_shared=True)
+    assert await receiver.socket.recv_multipart() == [b"a"]
+    receiver.close()
+    await asyncio.sleep(0.1)
+    async with tcp_server(b"HTTP/1.1 400 Bad Request\r\n\r\n", int(url.rpartition(":")[2])):
+        with pytest.raises(ReceiverUnreachable):
+            await post.push(f"tcp://{url}", [b"b"], Hold(), is_shared=True)
 
 
 async def test_a_receiver_that_stops_reading_is_given_up_with_all_that_waits_for_it(post: Post) -> None:
