@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from encoder.cache.arena import attach, checksum
 from encoder.errors import (
+    ArenaLocked,
     EmbeddingLost,
     EncodeCancelled,
     EncoderBusy,
@@ -193,7 +194,7 @@ class EncoderClient:
                 return await replica.ask(request, content)
             except RETRYABLE as error:
                 logger.info("encoder %s did not serve %s: %s", replica.name, key, error)
-                failed.add(replica.name)
+                failed |= self._sharing(replica) if isinstance(error, ArenaLocked) else {replica.name}
                 last_error = error
                 num_lost += isinstance(error, (ReplicaLost, EncodeCancelled))
                 num_refused += not isinstance(error, GOING)
@@ -216,6 +217,12 @@ class EncoderClient:
             if last_error is not None and not isinstance(last_error, GOING):
                 raise last_error
             await self._wait_until_up(deadline_unix_s)
+
+    def _sharing(self, replica: Remote) -> set[str]:
+        """The replicas that use the same arena, and wait for the same lock."""
+        arena = None if replica.info is None else replica.info.arena
+        infos = {name: other.info for name, other in self._replicas.items()}
+        return {replica.name, *(name for name, info in infos.items() if info is not None and info.arena == arena)}
 
     async def _wait_until_up(self, deadline_unix_s: float) -> None:
         while not any(replica.is_up for replica in self._replicas.values()):

@@ -20,6 +20,12 @@ class EncoderBusy(EncoderError):
     code = "encoder_busy"
 
 
+class ArenaLocked(EncoderBusy):
+    """Another process keeps the index of the embedding arena locked; nothing was changed. Trying again helps."""
+
+    code = "arena_locked"
+
+
 class EncoderUnavailable(EncoderError):
     """No replica answered, after the retry."""
 

@@ -30,8 +30,10 @@ def error_of(failure: EncodeFailure) -> EncoderError | MediaError:
 
 
 def _error_classes() -> dict[str, type[EncoderError] | type[MediaError]]:
-    bases: list[type[Any]] = [EncoderError, MediaError]
+    kinds: list[type[Any]] = [EncoderError, MediaError]
     found: dict[str, type[Any]] = {}
-    for base in bases:
-        found |= {kind.code: kind for kind in (base, *base.__subclasses__())}
+    while kinds:
+        kind = kinds.pop()
+        found[kind.code] = kind
+        kinds += kind.__subclasses__()
     return found

@@ -36,7 +36,9 @@ class Flight:
     key: MediaKey
     passage: Passage[Reservation]
     waiters: list[Waiter] = field(default_factory=list)
-    is_recalled: bool = False
+    is_unsure: bool = False
+    """The arena was locked when it was asked whether it has this key."""
+    is_cached: bool = False
     """The second tier had it."""
     task: "asyncio.Task[None] | None" = None
 

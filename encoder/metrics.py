@@ -18,6 +18,11 @@ def replica_metrics(replicas: Mapping[str, EncoderInfo | None]) -> Iterator[Metr
         "mimo_encoder_tower_busy_seconds", "How long the batch in the tower has been there", labels=["replica"]
     )
     wedged = GaugeMetricFamily("mimo_encoder_wedged", "1 when the tower is stuck", labels=["replica"])
+    locked = GaugeMetricFamily(
+        "mimo_encoder_arena_locked_seconds",
+        "How long another process has kept the replica's arena locked",
+        labels=["replica"],
+    )
     size = GaugeMetricFamily("mimo_encoder_batch_size_jobs", "Mean jobs per batch since the start", labels=["replica"])
     cached = GaugeMetricFamily("mimo_encoder_cache_entries", "Embeddings kept", labels=["arena"])
     space = GaugeMetricFamily("mimo_encoder_arena_bytes", "Shared memory by state", labels=["arena", "state"])
@@ -28,6 +33,7 @@ def replica_metrics(replicas: Mapping[str, EncoderInfo | None]) -> Iterator[Metr
         queue.add_metric([info.replica], info.num_pending)
         busy.add_metric([info.replica], info.tower_busy_s)
         wedged.add_metric([info.replica], float(info.wedged))
+        locked.add_metric([info.replica], info.arena_locked_s)
         num_batches = info.counters.get("batches", 0)
         size.add_metric([info.replica], info.counters.get("batch_jobs", 0) / num_batches if num_batches else 0.0)
     # The encoders of a host share an arena: it is told once, so that sums are right.
@@ -36,7 +42,7 @@ def replica_metrics(replicas: Mapping[str, EncoderInfo | None]) -> Iterator[Metr
         space.add_metric([arena, "cached"], info.cached_bytes)
         space.add_metric([arena, "leased"], info.leased_bytes)
         space.add_metric([arena, "total"], info.capacity_bytes)
-    yield from (ready, queue, busy, wedged, size, cached, space)
+    yield from (ready, queue, busy, wedged, locked, size, cached, space)
     yield from _counters(infos)
 
 

@@ -12,6 +12,7 @@ from encoder.errors import EncodeDeadline, EncoderUnavailable, ReplicaLost
 from encoder.failures import error_of
 from encoder.links import Link, LinkDown
 from encoder.types import (
+    ARENA_STUCK_AFTER_S,
     CancelEncode,
     EncodeFailure,
     EncodeReply,
@@ -76,6 +77,7 @@ class Remote:
             self.is_up
             and self.info is not None
             and not self.info.wedged
+            and self.info.arena_locked_s <= ARENA_STUCK_AFTER_S
             and 2 * self._unanswered <= self._max_unanswered
         )
 

@@ -3,7 +3,7 @@
 import time
 
 from encoder.cache.store import EmbeddingStore
-from encoder.errors import EmbeddingLost, EncoderBusy
+from encoder.errors import ArenaLocked, EmbeddingLost, EncoderBusy
 from encoder.failures import failure_of
 from encoder.types import EmbeddingRef, EncodeFailure, FetchRows, Rows
 from encoder.wire import TensorFrame
@@ -20,11 +20,16 @@ def frame_of(store: EmbeddingStore, ref: EmbeddingRef) -> TensorFrame:
 def rows_of(
     store: EmbeddingStore, request: FetchRows, *, asker: str
 ) -> tuple[Rows | EncodeFailure, tuple[TensorFrame, ...]]:
-    """The answer and its tensors; a failure when the store no longer has the value that the reference names."""
+    """The answer and its tensors; a failure when the store no longer has the value that the reference names.
+
+    Raises ArenaLocked, with nothing done.
+    """
     try:
         ref = store.lease(request.key, owner=asker, expires_s=time.time() + _COPY_LEASE_S)
     except KeyError:
         return _gone(request), ()
+    except ArenaLocked:
+        raise
     except EncoderBusy as error:
         return failure_of(request.request_id, error), ()
     try:

@@ -2,7 +2,7 @@
 
     request --admit--> cached? --yes--> lease, reply
                           | no
-                       same key in flight? --yes--> wait with the others
+                       same key in flight? --yes--> wait with the others     (a locked arena: ask it again in flight)
                           | no
                        flight: in the second tier? --yes--> publish -> reply to all
                                   | no                         (see `encoder.tiers.second`)
@@ -22,11 +22,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from msgspec.structs import replace
+
 from encoder.cache.room import RoomQueue
-from encoder.cache.store import EmbeddingStore, Entry, Reservation
+from encoder.cache.store import EmbeddingStore, Reservation
 from encoder.cache.usage import StoreUsage
 from encoder.config import EncoderConfig
 from encoder.errors import (
+    ArenaLocked,
     DuplicateRequest,
     EncodeCancelled,
     EncodeDeadline,
@@ -36,14 +39,14 @@ from encoder.errors import (
 )
 from encoder.failures import failure_of
 from encoder.flight import Flight, Reply, Waiter, verified_content
+from encoder.leasing import Leased, Leasing
 from encoder.passage import Arrival, Passage, Works
-from encoder.rows import frame_of, rows_of
+from encoder.rows import frame_of
 from encoder.runner import TowerRunner
 from encoder.tiers.second import SecondTier
 from encoder.tower_queue import TowerQueue
 from encoder.types import (
     CancelEncode,
-    EmbeddingRef,
     EncodeReply,
     EncodeRequest,
     EncoderInfo,
@@ -90,6 +93,9 @@ class EncoderServer:
         self._store = store
         self._usage = (store.usage(), len(store))
         self._room = RoomQueue(store, wait_s=config.arena_wait_s, clock=clock)
+        self._leasing = Leasing(
+            store, self._room, wait_s=config.arena_wait_s, max_lease_s=config.max_lease_s, clock=clock
+        )
         self._pool = pool
         self._processor = processor
         self._clock = clock
@@ -157,7 +163,10 @@ class EncoderServer:
             case KeepLeases():
                 self._counters["leases_reclaimed"] += self._store.keep_only(peer, set(message.lease_ids))
             case FetchRows():
-                reply(*rows_of(self._store, message, asker=peer))
+                try:
+                    self._leasing.send_rows(message, reply, peer)
+                except ArenaLocked:
+                    self._keep_flying(asyncio.create_task(self._leasing.send_rows_later(message, reply, peer)))
             case Ping():
                 reply(self.info(message.sequence), ())
 
@@ -182,6 +191,7 @@ class EncoderServer:
             counters=self._all_counters(),
             tower_busy_s=busy_s,
             wedged=busy_s > self._config.wedged_after_s,
+            arena_locked_s=self._store.locked_s,
             page_bytes=self._config.page_bytes,
             arena=self._store.arena,
             video_backend=self._processor.video_backend,
@@ -218,29 +228,25 @@ class EncoderServer:
         try:
             if (peer, request.request_id) in self._waiters:
                 raise DuplicateRequest(f"request {request.request_id} is already in flight")
-            if self._answer_cached(waiter):
-                return
-            self._admit(waiter, tensors)
+            is_unsure = False
+            try:
+                leased = self._leasing.find(request.key, [waiter])
+            except ArenaLocked:
+                leased, is_unsure = None, True
+            if leased is None:
+                self._admit(waiter, tensors, is_unsure=is_unsure)
+            else:
+                self._answer_cached(leased)
         except (EncoderError, MediaError) as error:
             self._counters["refused"] += 1
             reply(failure_of(request.request_id, error), ())
 
-    def _answer_cached(self, waiter: Waiter) -> bool:
-        """Reply at once if the key is published, by whichever encoder of this host; False if it is not."""
-        entry = self._store.lookup(waiter.request.key)
-        if entry is None:
-            return False
-        try:
-            ref = self._lease(waiter)
-        except KeyError:
-            # Another process needed the room just now.
-            return False
-        self._counters["hits"] += 1
-        self._store.count(hits=1)
-        self._answer(waiter, entry, ref, cached=True, timings=StageTimings())
-        return True
+    def _answer_cached(self, leased: Leased) -> None:
+        self._counters["hits"] += len(leased.refs)
+        self._store.count(hits=len(leased.refs))
+        self._answer(leased, cached=True, timings=StageTimings())
 
-    def _admit(self, waiter: Waiter, tensors: Sequence[TensorFrame]) -> None:
+    def _admit(self, waiter: Waiter, tensors: Sequence[TensorFrame], *, is_unsure: bool) -> None:
         """Join or open a flight. Raises the EncoderError or MediaError with which the request is refused."""
         request = waiter.request
         if self._draining:
@@ -262,10 +268,9 @@ class EncoderServer:
                 waiting_bytes=sum(flight.passage.content_bytes for flight in self._flights.values()),
             )
             passage = Passage(self._works, content, modality=request.modality, options=request.options, key=request.key)
-            flight = Flight(request.key, passage)
+            flight = Flight(request.key, passage, is_unsure=is_unsure)
             flight.task = asyncio.create_task(self._fly(flight))
-            self._flying.add(flight.task)
-            flight.task.add_done_callback(self._flying.discard)
+            self._keep_flying(flight.task)
             self._flights[request.key] = flight
         else:
             self._counters["joined"] += 1
@@ -274,10 +279,17 @@ class EncoderServer:
         delay_s = request.deadline_unix_s - waiter.admitted_s
         waiter.timer = asyncio.get_running_loop().call_later(delay_s, self._expire, waiter)
 
+    def _keep_flying(self, task: "asyncio.Task[None]") -> None:
+        self._flying.add(task)
+        task.add_done_callback(self._flying.discard)
+
     async def _fly(self, flight: Flight) -> None:
         """Compute one key and reply to its waiters. Cancelled when the last of them leaves, unless all but done."""
         try:
-            if not await self._recall(flight):
+            leased = await self._leasing.find_later(flight) if flight.is_unsure else None
+            if leased is not None:
+                self._answer_cached(leased)
+            elif not await self._recall(flight):
                 await self._encode(flight)
         except (EncoderError, MediaError) as error:
             self._end_flight(flight, error)
@@ -292,7 +304,7 @@ class EncoderServer:
     async def _encode(self, flight: Flight) -> None:
         """Decode, run the tower, publish; and tell the second tier."""
         self._store.count(misses=1)
-        self._land(flight, await flight.passage.run(lambda: self._remaining_s(flight)))
+        await self._land(flight, await flight.passage.run(lambda: self._remaining_s(flight)))
         self._counters["encoded"] += 1
         if self._second is not None:
             self._second.keep(flight.key)
@@ -306,32 +318,14 @@ class EncoderServer:
         place = await self._room.reserve(flight.key, header.layout.num_rows)
         place.destination[:] = record.rows
         self._counters["recalled"] += 1
-        flight.is_recalled = True
-        self._land(flight, Arrival(place, header.layout, header.checksum, header.warnings))
+        flight.is_cached = True
+        await self._land(flight, Arrival(place, header.layout, header.checksum, header.warnings))
         return True
 
-    def _land(self, flight: Flight, arrival: Arrival[Reservation]) -> None:
-        """Publish, and reply to all who wait. Raises EncoderBusy with nothing published and nobody replied to.
-
-        Leases come in the same transaction: what nobody leases another process may evict the moment it is published.
-        """
-        place, waiters = arrival.place, list(flight.waiters)
-        try:
-            with self._store.together():
-                self._store.publish(place, layout=arrival.layout, checksum=arrival.checksum, warnings=arrival.warnings)
-                refs = [self._lease(waiter) for waiter in waiters]
-                entry = self._store.lookup(flight.key)
-        except BaseException:
-            self._room.abandon(place)
-            raise
-        assert entry is not None, "what is leased is published"
-        for waiter, ref in zip(waiters, refs, strict=True):
-            self._answer(waiter, entry, ref, cached=flight.is_recalled, timings=flight.passage.timings)
-
-    def _lease(self, waiter: Waiter) -> EmbeddingRef:
-        """Raises KeyError for a key that is not published, EncoderBusy."""
-        expires_s = min(waiter.request.deadline_unix_s, self._clock() + self._config.max_lease_s)
-        return self._store.lease(waiter.request.key, owner=waiter.peer, expires_s=expires_s)
+    async def _land(self, flight: Flight, arrival: Arrival[Reservation]) -> None:
+        """Publish, and reply to all who wait. Raises EncoderBusy with nothing published and nobody replied to."""
+        leased = await self._leasing.publish(flight, arrival)
+        self._answer(leased, cached=flight.is_cached, timings=flight.passage.timings)
 
     def _remaining_s(self, flight: Flight) -> float:
         """Whoever has joined by now is waited for, not only the first."""
@@ -343,27 +337,22 @@ class EncoderServer:
         for waiter in list(flight.waiters):
             self._fail(waiter, error)
 
-    def _answer(self, waiter: Waiter, entry: Entry, ref: EmbeddingRef, *, cached: bool, timings: StageTimings) -> None:
-        """Reply with a leased reference."""
-        self._forget(waiter)
-        request, now_s = waiter.request, self._clock()
-        tensors = (frame_of(self._store, ref),) if request.inline else ()
+    def _answer(self, leased: Leased, *, cached: bool, timings: StageTimings) -> None:
+        """Reply with a reference to each who has a lease; none of them had left when the leases were given."""
         spent_s = timings.prepare_s + timings.batch_wait_s + timings.tower_s
-        reply = EncodeReply(
-            request_id=request.request_id,
-            key=request.key,
-            layout=entry.layout,
-            ref=ref,
-            cached=cached,
-            timings=StageTimings(
-                queue_s=max(0.0, now_s - waiter.admitted_s - spent_s),
-                prepare_s=timings.prepare_s,
-                batch_wait_s=timings.batch_wait_s,
-                tower_s=timings.tower_s,
-            ),
-            warnings=entry.warnings,
-        )
-        waiter.reply(reply, tensors)
+        for waiter, ref in leased.refs:
+            self._forget(waiter)
+            queue_s = max(0.0, self._clock() - waiter.admitted_s - spent_s)
+            reply = EncodeReply(
+                request_id=waiter.request.request_id,
+                key=ref.key,
+                layout=leased.entry.layout,
+                ref=ref,
+                cached=cached,
+                timings=replace(timings, queue_s=queue_s),
+                warnings=leased.entry.warnings,
+            )
+            waiter.reply(reply, (frame_of(self._store, ref),) if waiter.request.inline else ())
 
     def _fail(self, waiter: Waiter, error: EncoderError | MediaError) -> None:
         self._forget(waiter)

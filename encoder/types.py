@@ -4,11 +4,16 @@ Everything here is msgspec and plain Python: the gateway imports this module and
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
 from preprocess.config import VideoBackend
 from preprocess.types import MediaKey, MediaLayout, MediaOptions, Modality
+
+# Processes that share an arena lock it for microseconds, and one that was killed with the lock is gone within a second:
+# a replica that finds it locked for longer serves nothing until somebody looks.
+ARENA_STUCK_AFTER_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +171,8 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
     """How long the batch that is in the tower has been there; zero for an idle one."""
     wedged: bool = False
     """The batch has been in the tower for longer than `EncoderConfig.wedged_after_s`."""
+    arena_locked_s: float = 0.0
+    """For how long another process has kept the arena locked, so that nothing can be served; 0 when it is not."""
     page_bytes: int = 1
     """An embedding takes a multiple of this."""
     arena: str = ""

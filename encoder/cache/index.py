@@ -11,9 +11,9 @@ published stays, what it only began never was.
     holders       the stores that are open: a process each, and what it found and missed
 
 Nothing is synced to a disk (there is none) and no transaction spans a wait, so one takes tens of microseconds. Who
-finds the index locked tries again at once. After `BUSY_S` that is EncoderBusy, and `BUSY_AGAIN_S` is
-enough until the next success: no event loop stands still for long because another process was stopped inside a
-transaction.
+finds the index locked tries again at once. After `patience_s` that is ArenaLocked, and until the lock is got again a
+single try is: no event loop stands still because another process was stopped, or is being torn down, inside a
+transaction. Who can wait does so between tries (see `encoder.cache.patience`).
 """
 
 import contextlib
@@ -28,15 +28,18 @@ from typing import Any, Final
 
 from encoder.cache.arena import Extent, create_segment, index_path, remove_arena
 from encoder.cache.holder import Process
-from encoder.errors import ArenaUnavailable, EncoderBusy
+from encoder.errors import ArenaLocked, ArenaUnavailable, EncoderBusy
 
 VERSION: Final = 1
 APPLICATION_ID: Final = 0x4D694D6F
-BUSY_S: Final = 0.2
-BUSY_AGAIN_S: Final = 0.005
+# How long a process that may wait does: it starts, ends, or is a tool.
+PATIENCE_S: Final = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 1e-3
 # Pages of journal before they are moved to the index itself: that takes about a millisecond.
 _CHECKPOINT_PAGES = 256
+
+# The last is what many processes opening the index at once may give.
+_LOCKED: Final = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL)
 
 # RETURNING.
 _OLDEST_SQLITE = (3, 35)
@@ -121,10 +124,12 @@ class Index:
     """One connection to the index of an arena, used from one thread at a time. Statements belong inside `writing`."""
 
     def __init__(self, name: str) -> None:
-        """Raises ArenaUnavailable when there is no such arena, or one of another version."""
+        """Raises ArenaUnavailable when there is no such arena, or one of another version, and ArenaLocked."""
         self._database = open_database(index_path(name))
         self._depth = 0
-        self._patience_s = BUSY_S
+        self.patience_s = PATIENCE_S
+        """How long a call stands still before it is ArenaLocked."""
+        self._locked_since_s: float | None = None
         self._last_ns = 0
         self._seen_version = 0
         version, page_bytes, num_pages = self.row("SELECT version, page_bytes, num_pages FROM arena")
@@ -137,10 +142,12 @@ class Index:
     def writing(self) -> Iterator[None]:
         """A transaction that is undone when the block raises; inside another one, a part of that.
 
-        Raises EncoderBusy when another process keeps the index locked.
+        Raises ArenaLocked when another process keeps the index locked.
         """
         if not self._depth:
             self._execute("BEGIN IMMEDIATE", ())
+            # Only this proves it: reading goes on beside most locks.
+            self._locked_since_s = None
         self._depth += 1
         try:
             yield
@@ -212,6 +219,15 @@ class Index:
                 f"the arena has rows of {found.width} {found.dtype}, this encoder makes {rows.width} {rows.dtype}"
             )
 
+    def insist(self, patience_s: float) -> None:
+        """From now on stand still for so long, also where it was locked before: there is no later."""
+        self.patience_s, self._locked_since_s = patience_s, None
+
+    @property
+    def locked_s(self) -> float:
+        """How long every attempt to write has failed because of another process; 0 when the last one did not."""
+        return 0.0 if self._locked_since_s is None else time.monotonic() - self._locked_since_s
+
     def close(self) -> None:
         self._database.close()
 
@@ -249,17 +265,17 @@ class Index:
                 if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
                     full = "shared memory is full: no room for the arena's index"
                     raise EncoderBusy(full, retry_after_s=1.0) from error
-                if code not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                if code not in _LOCKED:
                     raise
                 now_s = time.monotonic()
-                give_up_s = give_up_s or now_s + self._patience_s
+                patience_s = self.patience_s if self._locked_since_s is None else 0.0
+                give_up_s = give_up_s or now_s + patience_s
                 if now_s >= give_up_s:
-                    self._patience_s = BUSY_AGAIN_S
-                    raise EncoderBusy("another process keeps the embedding arena locked", retry_after_s=1.0) from error
+                    self._locked_since_s = self._locked_since_s or now_s
+                    raise ArenaLocked("another process keeps the embedding arena locked", retry_after_s=1.0) from error
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             else:
-                self._patience_s = BUSY_S
                 return cursor
 
 
@@ -270,13 +286,15 @@ def open_database(path: Path) -> sqlite3.Connection:
         raise ArenaUnavailable(f"this Python has SQLite {sqlite3.sqlite_version}; the arena's index needs {needed}")
     try:
         database = sqlite3.connect(
-            f"file:{path}?mode=rw", uri=True, isolation_level=None, timeout=0, check_same_thread=False
+            f"file:{path}?mode=rw", uri=True, isolation_level=None, timeout=PATIENCE_S, check_same_thread=False
         )
         try:
             database.execute("PRAGMA synchronous = OFF")
             database.execute("PRAGMA temp_store = MEMORY")
             database.execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}")
             (found,) = database.execute("PRAGMA application_id").fetchone()
+            # From here on `Index` waits, which knows for how long.
+            database.execute("PRAGMA busy_timeout = 0")
         except sqlite3.Error:
             database.close()
             raise

@@ -10,6 +10,8 @@ Room appears by what this process does, which the store tells, and by what the o
 for every `POLL_S` while somebody waits. Who does not fit holds nobody up: smaller ones behind it, and new ones, take
 what it cannot use. Its own wait is bounded by `wait_s`; two requests that each hold what the other waits for are parted
 by that bound as well. Nobody stands in line with anything decoded in hand.
+
+An arena that another process keeps locked is waited for in the same line, and looked at as often.
 """
 
 import asyncio
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from encoder.cache.store import EmbeddingStore, Reservation
-from encoder.errors import ArenaFull, EncoderBusy
+from encoder.errors import ArenaFull, ArenaLocked, EmbeddingTooLarge, EncoderBusy
 from preprocess.types import MediaKey
 
 POLL_S: Final = 0.02
@@ -31,6 +33,8 @@ class _Waiting:
     key: MediaKey
     num_rows: int
     granted: "asyncio.Future[Reservation]"
+    refusal: EncoderBusy | ArenaFull
+    """Why not yet."""
 
 
 class RoomQueue:
@@ -43,6 +47,7 @@ class RoomQueue:
         self._clock = clock
         self._line: list[_Waiting] = []
         self._is_due = False
+        self._was_locked = False
         self._num_polls = 0
         self._poll: asyncio.TimerHandle | None = None
         store.on_room = self._room_appeared
@@ -54,32 +59,33 @@ class RoomQueue:
         """Room now, or None. Raises EmbeddingTooLarge, EncoderBusy."""
         try:
             return self._reserve(key, num_rows)
-        except ArenaFull:
+        except (ArenaFull, ArenaLocked):
             return None
 
     async def reserve(self, key: MediaKey, num_rows: int) -> Reservation:
-        """Room now or later. Raises EmbeddingTooLarge and EncoderBusy at once, ArenaFull after `wait_s`.
+        """Room now or later. Raises EmbeddingTooLarge and EncoderBusy at once, ArenaFull, ArenaLocked after `wait_s`.
 
         Cancelling leaves the line.
         """
         try:
             return self._reserve(key, num_rows)
-        except ArenaFull as error:
-            full = error
-        waiting = _Waiting(key, num_rows, asyncio.get_running_loop().create_future())
+        except (ArenaFull, ArenaLocked) as error:
+            refusal = error
+        self._was_locked |= isinstance(refusal, ArenaLocked)
+        waiting = _Waiting(key, num_rows, asyncio.get_running_loop().create_future(), refusal)
         self._line.append(waiting)
         self._poll_later()
         is_taken = False
         try:
             await asyncio.wait({waiting.granted}, timeout=self._wait_s)
             if not waiting.granted.done():
-                raise full
+                raise waiting.refusal
             is_taken = True
             return waiting.granted.result()
         finally:
             if not waiting.granted.done():
                 self._line.remove(waiting)
-            elif not is_taken:
+            elif not is_taken and waiting.granted.exception() is None:
                 self._store.abandon(waiting.granted.result())
 
     def abandon(self, reservation: Reservation) -> None:
@@ -104,7 +110,9 @@ class RoomQueue:
         self._poll = None
         self._num_polls += 1
         try:
-            if self._store.changed_elsewhere() or self._num_polls % _POLLS_PER_TRY == 0:
+            # A lock that ends changes nothing.
+            is_due = self._was_locked or self._num_polls % _POLLS_PER_TRY == 0
+            if self._store.changed_elsewhere() or is_due:
                 self._store.expire(self._clock())
                 self._serve()
         except EncoderBusy:
@@ -113,7 +121,7 @@ class RoomQueue:
         self._poll_later()
 
     def _serve(self) -> None:
-        self._is_due = False
+        self._is_due = self._was_locked = False
         refused_rows: int | None = None
         for waiting in list(self._line):
             # What was too much a moment ago still is: each grant leaves less.
@@ -121,11 +129,17 @@ class RoomQueue:
                 continue
             try:
                 reservation = self._store.reserve(waiting.key, waiting.num_rows)
-            except ArenaFull:
-                refused_rows = waiting.num_rows
+            except ArenaFull as error:
+                refused_rows, waiting.refusal = waiting.num_rows, error
                 continue
-            except EncoderBusy:
+            except EmbeddingTooLarge as error:
+                # Which nobody could say while the arena was locked.
+                self._line.remove(waiting)
+                waiting.granted.set_exception(error)
+                continue
+            except EncoderBusy as error:
                 # The poll comes back to them.
+                self._was_locked, waiting.refusal = True, error
                 return
             self._line.remove(waiting)
             waiting.granted.set_result(reservation)

@@ -5,8 +5,9 @@ ended through any other, and room made by one serves all. Room is reserved befor
 known from the layout), so a full arena costs no computation. The first published value of a key is its value as long
 as it stays.
 
-Every method is one short transaction, or part of the one that `together` makes. EncoderBusy when another process keeps
-the arena locked; what ends something (release, abandon) is put off then, and done with the next transaction.
+Every method is one short transaction, or part of the one that `together` makes. ArenaLocked when another process keeps
+the arena locked for more than some milliseconds; what ends something (release, abandon) is put off then, and done with
+the next transaction, before anything else.
 """
 
 import logging
@@ -33,6 +34,9 @@ logger = logging.getLogger(__name__)
 _ENCODER = msgspec.msgpack.Encoder()
 _LAYOUT = msgspec.msgpack.Decoder(MediaLayout)
 _WARNINGS = msgspec.msgpack.Decoder(tuple[str, ...])
+# A transaction of another process takes less; a stopped one is waited for between tries, not standing still.
+_BUSY_S = 0.005
+_CLOSING_S = 2.0
 # Of a lease's number: the clock would need centuries for more, and SQLite has no larger numbers.
 _MAX_DIGITS = 18
 _NO_WARNINGS = _ENCODER.encode(())
@@ -75,7 +79,7 @@ class EmbeddingStore:
         """Open the arena `arena`. `holder` is a name nobody had before; it starts every lease id.
 
         `process` is who holds what this store reserves, by default this process; `lives` says whether one may still
-        write there. Raises ArenaUnavailable.
+        write there. Raises ArenaUnavailable, ArenaLocked.
         """
         self.arena = arena
         self.on_room: Callable[[], None] | None = None
@@ -93,6 +97,7 @@ class EmbeddingStore:
             self._index.run(
                 "INSERT INTO holders (id, pid, started_ticks) VALUES (?, ?, ?)", (holder, me.pid, me.started_ticks)
             )
+        self._index.patience_s = _BUSY_S
 
     def __len__(self) -> int:
         (number,) = self._index.row("SELECT count(*) FROM entries")
@@ -239,10 +244,12 @@ class EmbeddingStore:
         return self._room_appeared(self._or_later(act))
 
     def expire(self, now_s: float) -> int:
-        """End leases past their time, whoever gave them; how many there were."""
+        """End leases past their time, whoever gave them; how many there were. Not put off: it is due again soon."""
         if not self._index.rows("SELECT 1 FROM leases WHERE expires_s <= ? LIMIT 1", (now_s,)):
             return 0
-        return self._room_appeared(self._or_later(lambda: self._end("expires_s <= ?", (now_s,))))
+        with self.together():
+            ended = self._end("expires_s <= ?", (now_s,))
+        return self._room_appeared(ended)
 
     def tidy(self) -> None:
         """What is due now and then: give back what dead processes had reserved, do what was put off, count."""
@@ -259,6 +266,11 @@ class EmbeddingStore:
         """Requests that found their embedding here, and those that did not; all processes' are added up."""
         self._uncounted[0] += hits
         self._uncounted[1] += misses
+
+    @property
+    def locked_s(self) -> float:
+        """For how long another process has kept the arena locked; 0 when it did not at the last attempt to write."""
+        return self._index.locked_s
 
     def changed_elsewhere(self) -> bool:
         """Whether another store of this arena has done anything since the last call."""
@@ -294,6 +306,7 @@ class EmbeddingStore:
 
     def close(self) -> None:
         """Give back what this store had reserved. What it published and the leases it gave stay."""
+        self._index.insist(_CLOSING_S)
         try:
             with self.together():
                 self._retire(self._holder)

@@ -3,7 +3,8 @@
     health   200 while at least one replica can be used, and the front's own loop runs; else 503 and why, by replica
     ready    200 when every replica can be used and nothing is being stopped; else 503 and what is missing
 
-A replica can be used when it is up and its tower is not stuck. Load makes neither red: a full queue is no fault.
+A replica can be used when it is up, its tower is not stuck and no other process keeps its embeddings locked. Load
+makes neither red: a full queue is no fault.
 """
 
 import time
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from encoder.types import EncoderInfo
+from encoder.types import ARENA_STUCK_AFTER_S, EncoderInfo
 
 # The loop that works notes its pulse several times a second; silent for this long it is stuck, not busy.
 STUCK_AFTER_S: Final = 30.0
@@ -87,6 +88,8 @@ def trouble_of(info: EncoderInfo | None) -> str | None:
         return "not up"
     if info.wedged:
         return f"its tower has been at one batch for {info.tower_busy_s:.0f} s"
+    if info.arena_locked_s > ARENA_STUCK_AFTER_S:
+        return f"another process has kept its embeddings locked for {info.arena_locked_s:.0f} s"
     return None
 
 

@@ -16,6 +16,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Final, Protocol
 
+from encoder.cache.patience import AGAIN_S
+from encoder.errors import ArenaLocked
 from encoder.tiers.base import EmbeddingTier, TierFailed
 from encoder.tiers.record import Record, RecordDamaged, RecordHeader, pack, unpack
 from preprocess.types import MediaKey, MediaLayout
@@ -45,8 +47,13 @@ class Published(Protocol):
 class Source(Protocol):
     """Where embeddings are read to be written; `encoder.cache.store.EmbeddingStore`."""
 
-    def lookup(self, key: MediaKey) -> Published | None: ...
-    def content(self, key: MediaKey) -> bytes: ...
+    def lookup(self, key: MediaKey) -> Published | None:
+        """What is published under the key. Raises ArenaLocked."""
+        ...
+
+    def content(self, key: MediaKey) -> bytes:
+        """Its bytes. Raises KeyError when they are gone, ArenaLocked."""
+        ...
 
 
 class SecondTier:
@@ -151,8 +158,17 @@ class SecondTier:
             await self._write(self._waiting.popleft())
 
     async def _write(self, key: MediaKey) -> None:
-        entry = None if self._is_paused() else self._source.lookup(key)
-        if entry is None:
+        try:
+            entry = None if self._is_paused() else self._source.lookup(key)
+            rows = None if entry is None else self._source.content(key)
+        except KeyError:
+            # Evicted by another process between the two.
+            entry = rows = None
+        except ArenaLocked:
+            self._waiting.appendleft(key)
+            await asyncio.sleep(AGAIN_S)
+            return
+        if entry is None or rows is None:
             self.counters["unwritten"] += 1
             return
         header = RecordHeader(
@@ -163,7 +179,7 @@ class SecondTier:
             checksum=entry.checksum,
             warnings=entry.warnings,
         )
-        record = pack(header, self._source.content(key))
+        record = pack(header, rows)
         try:
             async with asyncio.timeout(_WRITE_TIMEOUT_S):
                 await self._tier.put(key, record)

@@ -135,23 +135,3 @@ async def test_a_lease_of_a_stopped_replica_is_ended_through_the_other(
             client.release(reply.ref)
             await until(lambda: two.server.info().leased_bytes == 0)
             client.release(reply.ref)
-
-
-async def test_a_locked_arena_refuses_and_recovers(tiny_model_dir: Path, make_png: Callable[..., bytes]) -> None:
-    """Another process stopped in the middle of a transaction: 503, soon, and everything as before afterwards."""
-    async with two_peers(tiny_model_dir) as (one, two):
-        kept = await one.encode(make_png(1))
-        assert isinstance(kept, EncodeReply)
-        database = two.server._store._index._database
-        database.execute("BEGIN IMMEDIATE")
-        started_s = time.monotonic()
-        for seed in (1, 2):
-            refused = await one.encode(make_png(seed))
-            assert isinstance(refused, EncodeFailure)
-            assert (refused.code, refused.status) == ("encoder_busy", 503)
-        assert time.monotonic() - started_s < 2.0
-        one.release(kept)
-        assert one.server.info().leased_bytes == 12 * 1024, "pings are answered meanwhile"
-        database.execute("ROLLBACK")
-        assert isinstance(await one.encode(make_png(2)), EncodeReply)
-        await until(lambda: one.server.info().leased_bytes == 12 * 1024)

@@ -4,6 +4,8 @@ import contextlib
 import os
 import sqlite3
 import subprocess
+import threading
+import time
 import uuid
 from collections.abc import Iterator
 
@@ -12,13 +14,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from encoder.cache import index as index_module
 from encoder.cache.arena import SHM_DIR, attach, checksum, index_path, remove_arena
 from encoder.cache.holder import Process
 from encoder.cache.index import RowFormat, create_arena
 from encoder.cache.report import clear_arena
 from encoder.cache.store import EmbeddingStore, Reservation
-from encoder.errors import ArenaFull, ArenaUnavailable, EmbeddingLost, EmbeddingTooLarge, EncoderBusy
+from encoder.errors import ArenaFull, ArenaLocked, ArenaUnavailable, EmbeddingLost, EmbeddingTooLarge
 from encoder.types import EmbeddingRef
 from preprocess.types import MediaKey, MediaLayout, Modality
 from tests.oracles.memory_arena import MemoryArena
@@ -169,7 +170,7 @@ def test_together_is_all_or_nothing(store: EmbeddingStore, other: EmbeddingStore
 
 def test_transactions_of_two_stores_never_overlap(store: EmbeddingStore, other: EmbeddingStore) -> None:
     with store.together():
-        with pytest.raises(EncoderBusy):
+        with pytest.raises(ArenaLocked):
             other.tidy()
         assert store.lookup(MediaKey("a")) is None
     other.tidy()
@@ -226,24 +227,44 @@ def test_a_process_that_ended_is_dead_before_its_parent_waits() -> None:
     assert Process.of(child.pid) is None
 
 
-def test_a_locked_arena_is_busy_soon_and_nothing_is_lost(
-    store: EmbeddingStore, arena: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(index_module, "BUSY_AGAIN_S", 0.001)
+def test_a_locked_arena_is_busy_soon_and_nothing_is_lost(store: EmbeddingStore, arena: str) -> None:
     put(store, "a", 1)
     lease = store.lease(MediaKey("a"), owner="me", expires_s=10.0)
     reservation = store.reserve(MediaKey("b"), 1)
     with contextlib.closing(sqlite3.connect(index_path(arena), isolation_level=None)) as stopped:
         stopped.execute("BEGIN IMMEDIATE")
-        with pytest.raises(EncoderBusy):
+        assert store.locked_s == 0.0
+        with pytest.raises(ArenaLocked):
             store.reserve(MediaKey("c"), 1)
         assert store.lookup(MediaKey("a")) is not None, "reading goes on"
+        assert store.locked_s > 0.0, "which proves nothing"
+        started_s = time.monotonic()
+        for _ in range(100):
+            assert not store.release("other:1")
+            with pytest.raises(ArenaLocked):
+                store.expire(20.0)
+        assert time.monotonic() - started_s < 0.25, "after the first nobody stands still"
         assert not store.release(lease.lease_id)
         store.abandon(reservation)
         stopped.execute("ROLLBACK")
     store.tidy()
+    assert store.locked_s == 0.0
     assert store.num_leases == 0
     assert store.usage().reserved_bytes == 0
+
+
+def test_what_was_put_off_is_done_before_the_end(store: EmbeddingStore, arena: str) -> None:
+    put(store, "a", 1)
+    with opened(arena, "leaving") as leaving:
+        lease = leaving.lease(MediaKey("a"), owner="me", expires_s=10.0)
+        stopped = sqlite3.connect(index_path(arena), isolation_level=None, check_same_thread=False)
+        stopped.execute("BEGIN IMMEDIATE")
+        assert not leaving.release(lease.lease_id)
+        resumed = threading.Timer(0.1, stopped.close)
+        resumed.start()
+    resumed.join()
+    assert store.num_leases == 0
+    store.check()
 
 
 def test_an_arena_of_other_rows_or_another_version_is_refused(store: EmbeddingStore, arena: str) -> None:
