@@ -3,6 +3,8 @@
     [gateway]                      MIMO_GATEWAY__PORT=9000              --port 9000
     port = 8000
 
+Where a list comes as text it is `a,b` or, in JSON, `["a", "b"]`.
+
 Every key is checked against the dataclass it fills. An unknown key, section or environment variable is refused with its
 name and the allowed ones; nothing is accepted and ignored.
 """
@@ -94,8 +96,6 @@ _SECTIONS: dict[str, type[Any]] = {
 # [prefill] and [decode] override [engine] for their role; the replica counts live with the stages.
 _STAGES = ("encoder", "prefill", "decode")
 _TOP_LEVEL = ("mode", "role", "model", "model_name")
-# Lists, and what parts them where they come as text.
-_LISTS = {"media_roots": os.pathsep, "api_keys": os.pathsep, "register_urls": ",", "receiver_networks": ","}
 # Sections of `--role encoder`, see `cli.load_role`.
 _OF_ROLE = ("front", "sglang")
 
@@ -104,6 +104,29 @@ def _allowed_keys(section: str) -> list[str]:
     owner = _SECTIONS["engine" if section in ("prefill", "decode") else section]
     keys = [field.name for field in fields(owner) if field.name not in _DERIVED]
     return sorted([*keys, "replicas"] if section in _STAGES else keys)
+
+
+def _is_list(section: str, key: str) -> bool:
+    owner = StageConfig if key == "replicas" else _SECTIONS["engine" if section in ("prefill", "decode") else section]
+    return get_origin(get_type_hints(owner)[key]) is tuple
+
+
+def _listed(key: str, text: str) -> list[str]:
+    """The items of a list that came as text: parted by commas, or a JSON list where they hold some themselves."""
+    shown = "a text" if key.endswith("api_keys") else repr(text)
+    refused = ConfigError(
+        f'{key} is {shown}; allowed: items parted by commas, a,b, or a JSON list of texts, ["a", "b"]'
+    )
+    if text.lstrip().startswith("["):
+        try:
+            items = msgspec.json.decode(text, type=list[str])
+        except msgspec.DecodeError:
+            raise refused from None
+    else:
+        items = [item.strip() for item in text.split(",")] if text.strip() else []
+    if not all(items):
+        raise refused
+    return items
 
 
 def _dec_hook(kind: type[Any], value: Any) -> Any:
@@ -188,8 +211,8 @@ def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
                 if key not in _allowed_keys(name):
                     raise ConfigError(f"unknown key {name}.{key}; allowed: {', '.join(_allowed_keys(name))}")
                 # From the environment and from --set a list comes as text.
-                as_list = key in _LISTS and isinstance(item, str)
-                merged.setdefault(name, {})[key] = item.split(_LISTS[key]) if as_list else item
+                as_list = isinstance(item, str) and _is_list(name, key)
+                merged.setdefault(name, {})[key] = _listed(f"{name}.{key}", item) if as_list else item
     return merged
 
 

@@ -75,7 +75,12 @@ def serve(
         bool | None, typer.Option("--prefix-cache/--no-prefix-cache", help="Reuse the KV of shared prompt beginnings.")
     ] = None,
     setting: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any other setting; repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="SECTION.KEY=VALUE",
+            help='Any other setting; repeatable. Lists: a,b or a JSON list, \'["a", "b"]\'.',
+        ),
     ] = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Show the resolved settings as JSON and stop.")

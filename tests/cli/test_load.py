@@ -1,10 +1,12 @@
 """Settings: file, environment, flags, in that order, and nothing unknown gets through."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from cli.load import ConfigError, ServeConfig, as_json, load
+from cli.load_role import EncoderDeployment, load_any
 from epd.types import Role
 
 
@@ -101,7 +103,50 @@ def test_missing_configuration_names_the_shipped_ones(tmp_path: Path) -> None:
         load(runtime_dir=tmp_path, file=Path("nope"), environ={})
 
 
+@pytest.mark.parametrize(
+    ("text", "items"),
+    [
+        ("k1", ("k1",)),
+        ("k1,k2", ("k1", "k2")),
+        (" k1 , k2 ", ("k1", "k2")),
+        ("k:1", ("k:1",)),
+        ('["k1", "k,2 "]', ("k1", "k,2 ")),
+        ("[]", ()),
+        ("", ()),
+    ],
+)
+def test_a_list_in_a_text_is_parted_by_commas_or_is_json(tmp_path: Path, text: str, items: tuple[str, ...]) -> None:
+    for settings in ({"environ": {"MIMO_GATEWAY__API_KEYS": text}}, {"gateway": {"api_keys": text}}):
+        assert load_with(tmp_path, **settings).gateway.api_keys == items  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "text", ["k1,,k2", "k1,", ",", '["k1"', "[k1]", '["k1", 2]', '["k1", ""]', '[["k1"]]', '["k"]x']
+)
+def test_another_list_in_a_text_is_refused_and_no_key_is_shown(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"gateway\.api_keys") as refused:
+        load_with(tmp_path, environ={"MIMO_GATEWAY__API_KEYS": text})
+    assert "k1" not in str(refused.value)
+    assert refused.value.__cause__ is None
+
+
+def test_all_lists_are_read_alike(tmp_path: Path) -> None:
+    roots = [tmp_path / "a, b", tmp_path / "c"]
+    for root in roots:
+        root.mkdir()
+    by_json = json.dumps([str(root) for root in roots])
+    assert load_with(tmp_path, fetch={"media_roots": by_json}).gateway.fetch.media_roots == tuple(roots)
+    by_comma = f"{roots[1]},{tmp_path}"
+    assert load_with(tmp_path, fetch={"media_roots": by_comma}).gateway.fetch.media_roots == (roots[1], tmp_path)
+    for text in ("10.0.0.0/8,fd00::/8", '["10.0.0.0/8", "fd00::/8"]'):
+        flags = {"role": "encoder", "sglang": {"receiver_networks": text, "register_urls": "http://a:1, http://b:2"}}
+        alone = load_any(runtime_dir=tmp_path, environ={}, flags=flags)
+        assert isinstance(alone, EncoderDeployment)
+        assert alone.sglang.receiver_networks == ("10.0.0.0/8", "fd00::/8")
+        assert alone.sglang.register_urls == ("http://a:1", "http://b:2")
+
+
 def test_printed_settings_hide_api_keys(tmp_path: Path) -> None:
-    config = load_with(tmp_path, environ={"MIMO_GATEWAY__API_KEYS": "hush-1:hush-2"})
+    config = load_with(tmp_path, environ={"MIMO_GATEWAY__API_KEYS": "hush-1,hush-2"})
     assert config.gateway.api_keys == ("hush-1", "hush-2")
     assert "hush" not in as_json(config)

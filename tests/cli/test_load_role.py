@@ -42,7 +42,7 @@ def test_files_environment_and_flags_meet(tmp_path: Path) -> None:
         'role = "encoder"\n[front]\nport = 1\nmax_inflight = 300\n[sglang]\nregister_urls = ["http://a:1"]\n'
         "[fetch]\nstall_timeout_s = 3\nmax_concurrency = 9\nmax_concurrency_per_request = 4\n[encoder]\nreplicas = 3\n"
     )
-    environ = {"MIMO_SGLANG__REGISTER_URLS": "http://a:1,http://b:2", "MIMO_FRONT__API_KEYS": "x:y"}
+    environ = {"MIMO_SGLANG__REGISTER_URLS": "http://a:1,http://b:2", "MIMO_FRONT__API_KEYS": "x,y"}
     config = load_with(tmp_path, toml=toml, environ=environ, front={"port": 7})
     assert isinstance(config, EncoderDeployment)
     assert (config.front.port, config.front.max_inflight, config.front.api_keys) == (7, 300, ("x", "y"))
