@@ -59,9 +59,7 @@ class Front:
         self._clock = clock
         self._created_unix_s = int(clock())
         self.admission = Admission(timeout_s=config.request_timeout_s)
-        self._bodies = BodyReader(
-            max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s, max_items=config.max_items
-        )
+        self._bodies = BodyReader(max_bytes=config.max_body_bytes, pace=config.body_pace, max_items=config.max_items)
         self._copied_bytes = 0
         metrics.inflight_requests.set_function(lambda: self.admission.num_inflight)
         metrics.inflight_media.set_function(lambda: desk.num_inflight)

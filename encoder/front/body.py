@@ -21,12 +21,11 @@ from encoder.front.items import (
     read_encode_body,
 )
 from encoder.front.problems import Refused, invalid, shown
+from encoder.pace import Pace, PaceLimits
 from preprocess.types import Modality
 
 # Bodies up to this size are not counted: what all sockets together can hold of them is small.
 _SMALL_BODY_BYTES: Final = 64 << 10
-# What a client must keep up on average after its first `timeout_s`.
-_LEAST_BYTES_PER_S: Final = 256 << 10
 # More commas, and it is no list of media, and would take seconds to judge.
 _MAX_COMMAS: Final = 100_000
 _COUNTED_AT_ONCE_BYTES: Final = 4 << 20
@@ -37,10 +36,9 @@ _CODECS: Final = ("", "binary", "8bit", "7bit")
 class _Arrival:
     """The body of one request, counted until the request ends."""
 
-    def __init__(self, owner: "BodyReader", limit: asyncio.Timeout) -> None:
+    def __init__(self, owner: "BodyReader", pace: Pace) -> None:
         self._owner = owner
-        self._limit = limit
-        self._latest_s = asyncio.get_running_loop().time() + owner.timeout_s
+        self._pace = pace
         self.size_bytes = 0
 
     @property
@@ -51,17 +49,15 @@ class _Arrival:
         """So much more has come. Raises Refused when it is too much."""
         self.size_bytes += num_bytes
         self._owner.check(self)
-        now_s = asyncio.get_running_loop().time()
-        allowed_s = self._latest_s + self.size_bytes / _LEAST_BYTES_PER_S
-        self._limit.reschedule(min(now_s + self._owner.timeout_s, allowed_s))
+        self._pace.note(self.size_bytes)
 
 
 class BodyReader:
     """Reads bodies of at most `max_bytes`. Those of all requests in flight hold at most twice that."""
 
-    def __init__(self, *, max_bytes: int, timeout_s: float, max_items: int) -> None:
+    def __init__(self, *, max_bytes: int, pace: PaceLimits, max_items: int) -> None:
         self._max_bytes = max_bytes
-        self.timeout_s = timeout_s
+        self._pace = pace
         self._max_items = max_items
         self._arrivals: set[_Arrival] = set()
 
@@ -71,13 +67,12 @@ class BodyReader:
         _check_headers(request)
         if request.content_length is not None and request.content_length > self._max_bytes:
             raise self._too_large()
-        limit = asyncio.timeout(self.timeout_s)
-        arrival: _Arrival | None = None
+        pace = Pace(self._pace)
+        arrival = _Arrival(self, pace)
+        self._arrivals.add(arrival)
         try:
             try:
-                async with limit:
-                    arrival = _Arrival(self, limit)
-                    self._arrivals.add(arrival)
+                async with pace.timeout:
                     if request.content_type == "application/json":
                         raw = await _read_json(request, arrival)
                         read = None
@@ -85,11 +80,9 @@ class BodyReader:
                         read = await _Form(self._max_items).read(request, arrival)
                         raw = bytearray()
             except TimeoutError as error:
-                if not limit.expired():
+                if not pace.timeout.expired():
                     raise
-                num_bytes = arrival.size_bytes if arrival else 0
-                words = f"the body came too slowly; {num_bytes} bytes had arrived"
-                raise Refused(408, "body_timeout", words) from error
+                raise Refused(408, "body_timeout", pace.complaint(arrival.size_bytes)) from error
             except (BadHttpMessage, web.RequestPayloadError) as error:
                 raise invalid("the body is not framed as its headers say") from error
             if read is None:
@@ -99,8 +92,7 @@ class BodyReader:
                 read = read_encode_body(parsed, max_items=self._max_items)
             yield read
         finally:
-            if arrival is not None:
-                self._arrivals.discard(arrival)
+            self._arrivals.discard(arrival)
 
     def check(self, arrival: _Arrival) -> None:
         """Raises Refused when this body, or all of them, have become too large."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from encoder.pace import PaceLimits
 from preprocess.config import FetchLimits
 
 
@@ -17,8 +18,15 @@ class FrontConfig:
     encoders: tuple[str, ...] = ()
     fetch: FetchLimits = field(default_factory=FetchLimits)
     max_body_bytes: int = 512 << 20
-    # How long a client may send nothing of its body, and how long a small body may take in all.
+    # From the first byte of a request to the end of its headers.
+    head_timeout_s: float = 30.0
+    # Connections on which no request is under way: beyond it the one that waited longest is closed. As many again may
+    # have said nothing yet, or nothing but probes.
+    max_idle_connections: int = 1024
+    # How long a client may send nothing of its body, ...
     body_timeout_s: float = 30.0
+    # ... and how fast it must be, on average, when that time has passed since the body began.
+    min_body_rate_bytes_s: float = 4096.0
     # Media of one request.
     max_items: int = 256
     # Media that are fetched or encoded at a time, of all requests and dialects together; one more is refused with 503.
@@ -34,8 +42,8 @@ class FrontConfig:
     api_keys: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        names = ("max_body_bytes", "body_timeout_s", "max_items", "max_inflight", "request_timeout_s", "restart_wait_s")
-        for name in names:
+        limits = ("max_body_bytes", "max_items", "max_inflight", "max_idle_connections", "min_body_rate_bytes_s")
+        for name in (*limits, "head_timeout_s", "body_timeout_s", "request_timeout_s", "restart_wait_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"front.{name} is {getattr(self, name)}; it must be greater than 0")
         for name in ("drain_s", "max_reply_bytes"):
@@ -47,3 +55,8 @@ class FrontConfig:
             )
         if not 0 <= self.port <= 65535:
             raise ValueError(f"front.port is {self.port}; allowed: 0 to 65535")
+
+    @property
+    def body_pace(self) -> PaceLimits:
+        """Of bodies in every dialect."""
+        return PaceLimits(timeout_s=self.body_timeout_s, min_rate_bytes_s=self.min_body_rate_bytes_s)

@@ -30,7 +30,7 @@ _REQUEST_ID: Final = re.compile(rb"^x-request-id\s*:\s*([A-Za-z0-9._:-]{1,128})\
 _PEEK_BYTES: Final = 8192
 _BACKLOG: Final = 1024
 # A connection on which nothing is said is closed after this; so is a probe that does not take its answer.
-_IDLE_S: Final = 75.0
+IDLE_S: Final = 75.0
 _SEND_S: Final = 5.0
 # When descriptors are short.
 _ACCEPT_PAUSE_S: Final = 0.1
@@ -59,11 +59,18 @@ class Door:
         *,
         probes: Mapping[str, Callable[[], Verdict]],
         hand_over: Callable[[socket.socket], None],
+        max_waiting: int = 1024,
     ) -> None:
-        """`hand_over` is called from the door's thread and owns the connection from then on."""
+        """`hand_over` is called from the door's thread and owns the connection from then on.
+
+        Beyond `max_waiting` connections on which nothing was said, the one that was silent longest is closed.
+        """
         self._listener = listener
         self._probes = {path.encode(): probe for path, probe in probes.items()}
         self._hand_over = hand_over
+        self._max_waiting = max_waiting
+        # In the order of their last words.
+        self._visits: dict[asyncio.Task[None], None] = {}
         self._loop = asyncio.SelectorEventLoop()
         self._serving: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name="door", daemon=True)
@@ -105,7 +112,6 @@ class Door:
         self._serving.cancel()
 
     async def _serve(self) -> None:
-        visits: set[asyncio.Task[None]] = set()
         try:
             while True:
                 try:
@@ -116,18 +122,28 @@ class Door:
                     continue
                 connection.setblocking(False)
                 visit = self._loop.create_task(self._receive(connection))
-                visits.add(visit)
-                visit.add_done_callback(visits.discard)
+                self._visits[visit] = None
+                visit.add_done_callback(self._forget)
+                if len(self._visits) > self._max_waiting:
+                    oldest = next(iter(self._visits))
+                    self._forget(oldest)
+                    oldest.cancel()
+                # Every visit has begun, and closes its connection, before anything cancels it.
+                await asyncio.sleep(0)
         finally:
-            for visit in list(visits):
+            visits = list(self._visits)
+            for visit in visits:
                 visit.cancel()
             await asyncio.gather(*visits, return_exceptions=True)
+
+    def _forget(self, visit: asyncio.Task[None]) -> None:
+        self._visits.pop(visit, None)
 
     async def _receive(self, connection: socket.socket) -> None:
         """Answer probes on a connection until something else comes, or nothing more."""
         try:
             while True:
-                async with asyncio.timeout(_IDLE_S):
+                async with asyncio.timeout(IDLE_S):
                     await self._readable(connection)
                 seen = connection.recv(_PEEK_BYTES, socket.MSG_PEEK)
                 if not seen:
@@ -143,6 +159,9 @@ class Door:
                     await self._loop.sock_sendall(connection, _response(head, probe(), stays=stays))
                 if not stays:
                     break
+                visit = asyncio.current_task()
+                if visit in self._visits:
+                    self._visits[visit] = self._visits.pop(visit)
         except (OSError, TimeoutError):
             # Gone, or silent; nobody waits for an answer.
             connection.close()

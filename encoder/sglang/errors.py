@@ -44,6 +44,12 @@ class BodyTooLarge(DialectError):
     status = int(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
 
+class BodyTooSlow(DialectError):
+    """The body stopped coming, or comes too slowly."""
+
+    status = int(HTTPStatus.REQUEST_TIMEOUT)
+
+
 class DuplicatePart(DialectError):
     """A part with this id is being encoded."""
 

@@ -14,8 +14,9 @@ import msgspec
 from aiohttp import web
 
 from encoder.errors import EncoderError
+from encoder.pace import Pace, PaceLimits
 from encoder.sglang.dialect import SglangDialect
-from encoder.sglang.errors import BodyTooLarge, DialectError, NotObject, NotServed
+from encoder.sglang.errors import BodyTooLarge, BodyTooSlow, DialectError, NotObject, NotServed
 from encoder.sglang.requests import is_id, read_encode, read_id, read_registration
 
 logger = logging.getLogger(__name__)
@@ -27,9 +28,10 @@ _Body = dict[str, Any]
 _Call = Callable[[_Body], Awaitable[object]]
 
 
-def add_routes(app: web.Application, dialect: SglangDialect) -> None:
-    """Serve the dialect in this application. The caller starts and stops it, and answers `/health`."""
-    calls = _Calls(dialect)
+def add_routes(app: web.Application, dialect: SglangDialect, *, pace: PaceLimits | None = None) -> None:
+    """Serve the dialect in this application. The caller starts and stops it, and answers `/health`. `pace` is how
+    slowly bodies may come."""
+    calls = _Calls(dialect, pace or PaceLimits())
     app.router.add_post("/encode", calls.encode)
     app.router.add_post("/scheduler_receive_url", calls.scheduler_receive_url)
     app.router.add_post("/scheduler_receive_meta_data", calls.mooncake)
@@ -38,8 +40,9 @@ def add_routes(app: web.Application, dialect: SglangDialect) -> None:
 
 
 class _Calls:
-    def __init__(self, dialect: SglangDialect) -> None:
+    def __init__(self, dialect: SglangDialect, pace: PaceLimits) -> None:
         self._dialect = dialect
+        self._pace = pace
 
     async def encode(self, request: web.Request) -> web.Response:
         async def call(body: _Body) -> None:
@@ -78,7 +81,7 @@ class _Calls:
     async def _answer(self, request: web.Request, call: _Call) -> web.Response:
         body: _Body = {}
         try:
-            body = await _read(request, self._dialect.config.max_body_bytes)
+            body = await _read(request, self._dialect.config.max_body_bytes, self._pace)
             await call(body)
         except DialectError as error:
             return _failure(error, body)
@@ -100,15 +103,23 @@ def _failure(error: DialectError, body: Mapping[str, Any]) -> web.Response:
     )
 
 
-async def _read(request: web.Request, max_bytes: int) -> _Body:
+async def _read(request: web.Request, max_bytes: int, limits: PaceLimits) -> _Body:
     """The body. Read here and not by the framework, whose limit is of the whole application and low."""
     if request.content_length is not None and request.content_length > max_bytes:
         raise BodyTooLarge(f"the body has {request.content_length} bytes, allowed are {max_bytes}")
     content = bytearray()
-    async for chunk in request.content.iter_any():
-        content += chunk
-        if len(content) > max_bytes:
-            raise BodyTooLarge(f"the body has more than {max_bytes} bytes, which are allowed")
+    pace = Pace(limits)
+    try:
+        async with pace.timeout:
+            async for chunk in request.content.iter_any():
+                content += chunk
+                if len(content) > max_bytes:
+                    raise BodyTooLarge(f"the body has more than {max_bytes} bytes, which are allowed")
+                pace.note(len(content))
+    except TimeoutError as error:
+        if not pace.timeout.expired():
+            raise
+        raise BodyTooSlow(pace.complaint(len(content))) from error
     try:
         if len(content) <= _INLINE_JSON_BYTES:
             body = msgspec.json.decode(content)

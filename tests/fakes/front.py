@@ -19,6 +19,7 @@ from encoder.front.config import FrontConfig
 from encoder.front.serving import FrontServer, running_front
 from encoder.process import open_server
 from encoder.server import EncoderServer
+from encoder.sglang.config import SglangConfig
 from preprocess.config import FetchLimits
 from preprocess.types import Modality
 from tests.fakes.encoder_peer import until
@@ -55,7 +56,12 @@ class Fronted:
 
 @asynccontextmanager
 async def fronted(
-    model_dir: Path, *, encoder: EncoderConfig | None = None, fetch: FetchLimits | None = None, **settings: Any
+    model_dir: Path,
+    *,
+    encoder: EncoderConfig | None = None,
+    fetch: FetchLimits | None = None,
+    sglang: SglangConfig | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Fronted]:
     """A front on a free port."""
     encoder = encoder or EncoderConfig(arena_bytes=2**23)
@@ -66,7 +72,7 @@ async def fronted(
         server.start()
         async with (
             EncoderClient.embedded(server) as client,
-            running_front(config, client) as front,
+            running_front(config, client, sglang) as front,
             aiohttp.ClientSession(f"http://127.0.0.1:{front.port}") as http,
         ):
             yield Fronted(server, client, front, http)

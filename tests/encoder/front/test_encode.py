@@ -14,8 +14,10 @@ import pytest
 from safetensors.numpy import load
 
 from encoder.config import EncoderConfig
+from encoder.front.config import FrontConfig
 from encoder.local import LocalEncoder
 from encoder.server import EncoderServer
+from encoder.sglang.config import SglangConfig
 from preprocess.config import FetchLimits
 from preprocess.types import MediaOptions, Modality
 from tests.fakes.encoder_peer import until
@@ -363,6 +365,38 @@ async def test_a_client_that_stops_sending_is_told_so(tiny_model_dir: Path) -> N
         headers = {"Content-Type": "application/json"}
         async with parts.http.post("/v1/encode", data=stalled(), headers=headers) as response:
             assert response.status == 408
+            message = (await response.json())["error"]["message"]
+            assert "nothing of the body came for 0.2 s (front.body_timeout_s); 1 bytes" in message
+
+
+@pytest.mark.parametrize("path", ["/v1/encode", "/encode"])
+@pytest.mark.parametrize("content_type", ["application/json", "multipart/form-data; boundary=x"])
+async def test_a_client_that_sends_steadily_may_be_slow(tiny_model_dir: Path, path: str, content_type: str) -> None:
+    async def steady() -> Any:
+        yield b'--x\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\n'
+        for _ in range(12):
+            yield b" " * 100
+            await asyncio.sleep(0.05)
+        yield b"\r\n--x--\r\n"
+
+    async def sent(least: float) -> tuple[int, str]:
+        settings: dict[str, Any] = {"body_timeout_s": 0.2, "min_body_rate_bytes_s": least}
+        async with (
+            fronted(tiny_model_dir, sglang=SglangConfig(), **settings) as parts,
+            parts.http.post(path, data=steady(), headers={"Content-Type": content_type}) as response,
+        ):
+            return response.status, await response.text()
+
+    # The body is read to its end, and makes no sense.
+    assert (await sent(500.0))[0] in (400, 415, 422)
+    status, text = await sent(20_000.0)
+    assert status == 408
+    assert "less than 20000 bytes/s on average after 0.2 s (front.min_body_rate_bytes_s)" in text
+
+
+def test_a_thin_line_is_fast_enough(tiny_model_dir: Path) -> None:
+    """Of 1 Mbit/s, and a good deal thinner."""
+    assert FrontConfig(model_dir=tiny_model_dir, model_name="m").min_body_rate_bytes_s <= 125_000 / 10
 
 
 async def test_request_ids_routes_and_methods(tiny_model_dir: Path) -> None:
