@@ -18,6 +18,7 @@ from cli.bench_machine import Busyness, describe_machine, num_cores
 from cli.bench_report import show, show_cases, write_json, write_plot
 from cli.load import ConfigError
 from cli.models import cache_dir
+from cli.signals import exit_code, terminable
 from encoder.errors import EncoderError
 from preprocess.errors import MediaError
 
@@ -189,14 +190,15 @@ class _Fault:
 def _run_all(cases: Sequence[Case], setting: Setting, runs: int) -> tuple[list[Result], _Fault | None]:
     """Results of all cases, or of those before the first fault, and the fault."""
     results: list[Result] = []
-    with _bars() as bars:
+    with terminable(), _bars() as bars:
         for case in cases:
             try:
                 results.append(run_case(case, setting, runs=runs, bars=bars))
             except (BenchFailed, MediaError, EncoderError, OSError) as error:
                 return results, _Fault(f"{case.name}: {error}", 1)
-            except KeyboardInterrupt:
-                return results, _Fault(f"interrupted; {len(results)} of {len(cases)} cases were done", 130)
+            except KeyboardInterrupt as interrupt:
+                words = f"interrupted; {len(results)} of {len(cases)} cases were done"
+                return results, _Fault(words, exit_code(interrupt))
     return results, None
 
 

@@ -10,11 +10,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from cli.bench_case import BenchFailed
 from cli.bench_machine import cpu_by_descendant
 from cli.serve import free_port
+from cli.stage import die_with_parent
 
 _START_S = 120.0
 _STOP_S = 30.0
@@ -35,7 +37,17 @@ def encoder_deployment(model: str, *, num_replicas: int, decode_threads: int, to
     # Only what stands above decides what is measured.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("MIMO_")}
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            # Ctrl-C at the terminal is for this process, which then ends its servers in their order.
+            process_group=0,
+            # However this process ends, kill -9 included, the servers do not outlive it.
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        )
         try:
             url = f"http://127.0.0.1:{port}"
             if not _becomes_ready(process, url):

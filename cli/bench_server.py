@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 import uvloop
 
 from cli.bench_case import BenchFailed
+from cli.signals import deaf_children
 from cli.stage import die_with_parent
 
 _START_S = 60.0
@@ -46,7 +47,8 @@ def web_process(what: str, serve: Serve) -> Iterator[str]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_run, args=(theirs, serve, multiprocessing.current_process().pid))
-    process.start()
+    with deaf_children():
+        process.start()
     theirs.close()
     try:
         if not ours.poll(_START_S):

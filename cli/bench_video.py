@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,8 @@ from cli import bench_plain
 from cli.bench_case import Bars, BenchFailed, Case, Contender, Contest, Setting, timed
 from cli.bench_inputs import Clip, LongClip
 from cli.load import CONFIGS
+from cli.signals import deaf_children
+from cli.stage import die_with_parent
 from preprocess.config import ProcessorConfig
 from preprocess.types import MediaKey, MediaOptions, Modality
 
@@ -129,7 +132,9 @@ def _null_decode(path: Path, num_threads: int) -> Contender | None:
     command += ["-map", "0:v:0", "-f", "null", "-"]
 
     def run() -> None:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, preexec_fn=partial(die_with_parent, os.getpid())
+        )
         if done.returncode:
             raise BenchFailed(f"ffmpeg: {done.stderr.strip()[-300:] or f'exit code {done.returncode}'}")
 
@@ -153,9 +158,12 @@ def _video_memory(setting: Setting, bars: Bars) -> Iterator[Contest]:
 
 def _peak_mb_alone(path: Path, num_threads: int) -> float:
     """In a fresh process, whose peak is this work's."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    context, parent_pid = multiprocessing.get_context("spawn"), os.getpid()
+    with ProcessPoolExecutor(1, context, initializer=die_with_parent, initargs=(parent_pid,)) as pool:
         try:
-            return pool.submit(_peak_mb, path, num_threads).result()
+            with deaf_children():
+                peak = pool.submit(_peak_mb, path, num_threads)
+            return peak.result()
         except BrokenProcessPool as error:
             raise BenchFailed(f"the process that decoded {path.name} died") from error
 

@@ -17,6 +17,7 @@ from cli.encode_sources import Sources
 from cli.encode_workspace import Workspace
 from cli.load import ConfigError, resolve_model
 from cli.media_files import path_text
+from cli.signals import exit_code, terminable
 from encoder.config import EncoderConfig
 from preprocess.config import FetchLimits, VideoBackend, check_video_backend
 from preprocess.errors import BackendUnavailable
@@ -25,8 +26,6 @@ from preprocess.types import Detail, MediaOptions, Modality
 if TYPE_CHECKING:
     from encoder import LocalEncoder
 
-_INTERRUPTED = 130
-"""The exit code by which shells know it."""
 _MAX_TOWERS = 4
 """Unless more are asked for: a large model's weights take memory each time."""
 
@@ -150,7 +149,7 @@ def encode(
     {"path": "a/clip.mp4", "id": "clip-1", "fps": 2, "max_frames": 64}
     {"url": "https://example.com/cat", "modality": "image", "detail": "low"}
 
-    The same command again goes on where it was broken off, by Ctrl-C, by a crash, or by failures, and gives the same
+    The same command again goes on where it was broken off, by Ctrl-C, SIGTERM, a crash, or failures, and gives the same
     bytes as if it had not been. A file counts as done when its content and all settings are those of the output; a
     URL, when it was encoded with these settings (it is not fetched again). --overwrite begins anew. Same content is
     encoded once. Rows wait in a hidden .spool directory beside the output until they are in place.
@@ -159,7 +158,8 @@ def encode(
     grid_thw, timestamps_s, warnings, or else error and code. Inputs that failed are also in failed.jsonl, and are tried
     again by the next run.
 
-    Exit code: 0 all done, 1 some inputs failed or the output could not be written, 2 wrong usage, 130 interrupted.
+    Exit code: 0 all done, 1 some inputs failed or the output could not be written, 2 wrong usage, 130 interrupted
+    (Ctrl-C), 143 terminated (SIGTERM, which keeps what is done as Ctrl-C does).
     """
     try:
         options = MediaOptions(
@@ -260,6 +260,7 @@ def _run(
 ) -> None:
     model_dir, model_name = resolve_model(model)
     end: End = "interrupted"
+    code = 1
     try:
         workspace = Workspace(plan.workspace)
     except OSError as error:
@@ -267,7 +268,7 @@ def _run(
     records = Records(plan.records, typer.echo if as_json else None)
     report = Report(len(plan.inputs), quiet=as_json)
     try:
-        with report:
+        with terminable(), report:
             output = _open_output(plan, workspace, records)
             encoder = _open_encoder(model_dir, config, threads, min(num_towers, len(plan.inputs)))
             report.begin()
@@ -280,8 +281,9 @@ def _run(
                 max_failures=plan.max_failures,
             )
             end = run.run(plan.inputs, plan.concurrency)
-    except KeyboardInterrupt:
-        pass
+            code = run.exit_code or 1
+    except KeyboardInterrupt as interrupt:
+        code = exit_code(interrupt)
     except OutputFailed as error:
         end = "output"
         tell_failure(f"mimo encode: {error}")
@@ -292,7 +294,7 @@ def _run(
     where = "what is done is kept for the next run" if end == "output" else _where(plan, totals.num_done)
     report.conclude(totals, where, end, as_json=as_json)
     if end == "interrupted":
-        sys.exit(_INTERRUPTED)
+        sys.exit(code)
     if end != "whole" or totals.num_failed:
         sys.exit(1)
 

@@ -1,14 +1,15 @@
 """Where rows go: one packed file, one file per input, or shards. All three go on where an earlier run ended.
 
 What is done is read from the outputs themselves and from the workspace, by the identity of content and settings, so
-whatever has changed since is encoded again. Files come into being whole, in the order of the inputs, and the same
+whatever has changed since is encoded again, and so is what was damaged: rows count as done when they have been read and
+are what their checksum says. Files come into being whole, in the order of the inputs, and the same
 inputs give the same bytes, however often the work was broken off.
 """
 
 import errno
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -26,6 +27,7 @@ from cli.encode_volumes import (
     Volume,
     header_of,
     read_volume,
+    sound_tensors,
     write_volume,
 )
 from cli.encode_workspace import Workspace
@@ -98,10 +100,14 @@ class _Library:
 class _Spooled:
     """Rows wait in the workspace, and are then copied together."""
 
-    def __init__(self, workspace: Workspace, records: Records, found: Sequence[Stored]) -> None:
+    def __init__(
+        self, workspace: Workspace, records: Records, found: Sequence[Stored], sound: Iterable[Path] = ()
+    ) -> None:
+        """`sound`: files that are whole, all their rows included."""
         self._workspace = workspace
         self._records = records
         self._library = _Library(found)
+        self._sound = set(sound)
 
     def recall(self, item: Input) -> Stored | None:
         return self._library.recall(item)
@@ -122,7 +128,7 @@ class _Spooled:
         try:
             named = [(item.name, about_for(item, stored.about)) for item, stored in tensors]
             header = header_of(named)
-            if not _begins_with(target, header):
+            if target not in self._sound or not _begins_with(target, header):
                 partial = self._workspace.partial()
                 write_volume(partial, header, [stored for _, stored in tensors], durable=True)
                 if existing is not None:
@@ -147,8 +153,8 @@ class PackedFile(_Spooled):
         """Raises ConfigError for a file there that is no output of this command."""
         if overwrite:
             workspace.clear()
-        found = [] if overwrite else [*own_tensors(target), *workspace.scan()]
-        super().__init__(workspace, records, found)
+        own = _Own([] if overwrite else [target])
+        super().__init__(workspace, records, [] if overwrite else [*own.found, *workspace.scan()], own.sound)
         self._target = target
         self._tensors: list[tuple[Input, Stored]] = []
         self._outcomes: list[tuple[Input, Stored | Failure]] = []
@@ -197,11 +203,11 @@ class Shards(_Spooled):
         paths = [path for path in sorted(directory.iterdir()) if _SHARD.fullmatch(path.name)]
         if overwrite:
             workspace.clear()
-        found = [] if overwrite else [stored for path in paths for stored in own_tensors(path)]
-        super().__init__(workspace, records, found if overwrite else [*found, *workspace.scan()])
+        own = _Own([] if overwrite else paths)
+        super().__init__(workspace, records, [] if overwrite else [*own.found, *workspace.scan()], own.sound)
         self._directory = directory
         self._limits = limits
-        self._volumes = {path: Volume(path) for path in paths} | {item.volume.path: item.volume for item in found}
+        self._volumes = {path: Volume(path) for path in paths} | {item.volume.path: item.volume for item in own.found}
         self._overwrite = overwrite
         self._num_shards = 0
         self._broken = False
@@ -329,32 +335,43 @@ class FileTree:
         return stored
 
 
-def own_tensors(path: Path) -> list[Stored]:
-    """What an output holds, if it is there. Raises ConfigError for a file of somebody else's."""
-    try:
-        return read_volume(path) if path.exists() else []
-    except NotAVolume as error:
-        raise ConfigError(
-            f"{path_text(path)} exists and is not an output of mimo encode; give another name, or --overwrite"
-        ) from error
-    except OSError as error:
-        raise ConfigError(f"{path_text(path)}: {error.strerror}") from error
+class _Own:
+    """What outputs hold, if they are there."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Reads all rows. Raises ConfigError for a file of somebody else's."""
+        self.found: list[Stored] = []
+        """Without what is damaged."""
+        self.sound: list[Path] = []
+        """Those in which nothing is."""
+        for path in paths:
+            try:
+                stored = read_volume(path) if path.exists() else []
+                sound = sound_tensors(stored)
+            except NotAVolume as error:
+                raise ConfigError(
+                    f"{path_text(path)} exists and is not an output of mimo encode; give another name, or --overwrite"
+                ) from error
+            except OSError as error:
+                raise ConfigError(f"{path_text(path)}: {error.strerror}") from error
+            self.found += sound
+            if len(sound) == len(stored):
+                self.sound.append(path)
 
 
 def _only_tensor(path: Path) -> Stored | None:
-    """None where there is no whole file of one tensor: one that is not whole is made anew."""
+    """None where there is no whole file of one tensor with its rows: one that is not whole is made anew."""
     try:
-        found = read_volume(path)
+        found = sound_tensors(read_volume(path))
     except (NotAVolume, OSError):
         return None
     return found[0] if len(found) == 1 else None
 
 
 def _begins_with(path: Path, header: bytes) -> bool:
-    """Whether the file is there and whole already: the header tells all of it, checksums included."""
+    """Whether the file has just this header, which tells all of it, checksums included."""
     try:
-        read_volume(path)
         with path.open("rb") as file:
             return file.read(len(header)) == header
-    except (NotAVolume, OSError):
+    except OSError:
         return False

@@ -31,7 +31,7 @@ Note = Callable[[Input, How, int, int], None]
 """Told of each input as it is done, from any thread: how, its rows, the bytes read for it."""
 Outcome = Stored | Failure | None
 End = Literal["whole", "interrupted", "failures", "output"]
-"""All got to, Ctrl-C, more failures than allowed, or an output that cannot be written."""
+"""All got to, Ctrl-C or SIGTERM, more failures than allowed, or an output that cannot be written."""
 
 
 class Run:
@@ -60,6 +60,8 @@ class Run:
         self._settings: dict[tuple[Modality, MediaOptions], str] = {}
         self._num_failed = 0
         self._failed_too_often = False
+        self.exit_code = 0
+        """After an interruption: 130 for Ctrl-C, 143 for SIGTERM."""
 
     def run(self, inputs: Sequence[Input], concurrency: int) -> End:
         """Until all inputs have been got to, or something ends it before.
@@ -89,6 +91,7 @@ class Run:
             for item in coming:
                 self._output.add(item, None)
             self._output.finish(whole=whole)
+            self.exit_code = interrupts.exit_code
         return "whole" if whole else "failures" if self._failed_too_often else "interrupted"
 
     def _work(
@@ -235,26 +238,33 @@ class _Writing:
 
 
 class _Interrupts:
-    """Ctrl-C, heard at once by whoever waits, and by whoever writes when it has written; a second one ends all."""
+    """Ctrl-C or SIGTERM, heard at once by whoever waits, and by whoever writes when it has written; a second one ends
+    all."""
 
     def __init__(self, stopping: threading.Event) -> None:
+        self.exit_code = 0
+        """After one was heard, what shells know it by."""
         self._stopping = stopping
         self._is_waiting = False
         self._is_heard = False
 
     def __enter__(self) -> Self:
-        self._former = signal.signal(signal.SIGINT, self._hear)
+        self._former = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        signal.signal(signal.SIGINT, self._former)
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
 
     def wait(self, future: Future[Outcome]) -> bool:
         """Until it is done: True. False when interrupted."""
         try:
             self._is_waiting = True
+            if self._is_heard:
+                # A moment ago, when nobody waited.
+                raise KeyboardInterrupt
             future.exception()
             self._is_waiting = False
         except KeyboardInterrupt:
@@ -264,6 +274,7 @@ class _Interrupts:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         again, self._is_heard = self._is_heard, True
+        self.exit_code = 128 + number
         self._stopping.set()
         if self._is_waiting or again:
             raise KeyboardInterrupt

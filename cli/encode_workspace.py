@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from cli.encode_volumes import About, NotAVolume, Stored, Volume, read_volume, write_rows
+from cli.encode_volumes import About, NotAVolume, Stored, Volume, read_volume, sound_tensors, write_rows
 from cli.load import ConfigError
 from cli.media_files import path_text
 
@@ -76,7 +76,10 @@ class Workspace:
                 if path.suffix == _PARTIAL:
                     raise NotAVolume
                 # Nothing of this was forced to the disk: a machine that went down may have left zeros.
-                found += read_volume(path, verify=True)
+                kept = read_volume(path)
+                if len(sound_tensors(kept)) < len(kept):
+                    raise NotAVolume
+                found += kept
             except NotAVolume:
                 path.unlink()
         return found
