@@ -27,7 +27,7 @@ class EmbeddingTier(Protocol):
         ...
 
     async def get(self, key: MediaKey) -> Buffer | None:
-        """The record, or None. Raises TierFailed."""
+        """The record, or None. Raises TierFailed, RecordDamaged for a thing in its place that is no record."""
         ...
 
     async def put(self, key: MediaKey, record: Sequence[Buffer]) -> None:

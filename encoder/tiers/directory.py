@@ -5,11 +5,17 @@
 
 Size is bounded by `max_bytes`: the longest unread go first. Who writes looks how much is there each time it has added a
 twentieth of the bound, so N processes pass it by N twentieths at most.
+
+What stands where a record belongs and is none, a directory for instance, is a damaged record, and goes when somebody
+writes there. A root that was removed is made again by the next write.
 """
 
 import asyncio
 import contextlib
+import errno
 import os
+import shutil
+import stat
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -18,6 +24,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from encoder.tiers.base import Buffer, TierFailed
+from encoder.tiers.record import RecordDamaged
 from preprocess.types import MediaKey
 
 _THREADS: Final = 2
@@ -26,6 +33,9 @@ _KEPT_SHARE: Final = 0.9
 _SCANS_PER_BOUND: Final = 20
 _SUFFIX: Final = ".emb"
 _PARTIAL: Final = ".partial-"
+
+# What opening says of a thing that is no file: the fault of one record, not of the tier.
+_NO_FILE: Final = (errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
 
 _T = TypeVar("_T")
 
@@ -61,7 +71,7 @@ class DirectoryTier:
         await self._run(lambda: self._write(key, record))
 
     async def discard(self, key: MediaKey) -> None:
-        await self._run(lambda: self._path(key).unlink(missing_ok=True))
+        await self._run(lambda: self._clear(key))
 
     async def close(self) -> None:
         """Waits for what is under way."""
@@ -82,9 +92,19 @@ class DirectoryTier:
     def _read(self, key: MediaKey) -> bytes | None:
         path = self._path(key)
         try:
-            content = path.read_bytes()
+            # Who opens a pipe without this waits for its other end.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            if error.errno in _NO_FILE and self._root.is_dir():
+                raise RecordDamaged(f"{path} is no file: {error.strerror}") from error
+            raise
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise RecordDamaged(f"{path} is no file")
+        with os.fdopen(descriptor, "rb") as file:
+            content = file.read()
         # Read last, evicted last.
         with contextlib.suppress(FileNotFoundError):
             os.utime(path)
@@ -96,17 +116,32 @@ class DirectoryTier:
         if size_bytes > self._max_bytes:
             return
         try:
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with os.fdopen(descriptor, "wb") as file:
                 for piece in record:
                     file.write(piece)
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            partial.replace(path)
+            try:
+                path.parent.mkdir(mode=0o700, exist_ok=True)
+                partial.replace(path)
+            except (FileExistsError, IsADirectoryError, NotADirectoryError):
+                self._clear(key)
+                path.parent.mkdir(mode=0o700, exist_ok=True)
+                partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
         self._unscanned_bytes += size_bytes
         if self._unscanned_bytes * _SCANS_PER_BOUND >= self._max_bytes:
             self._make_room()
+
+    def _clear(self, key: MediaKey) -> None:
+        """Nothing stands in the place of this record afterwards, nor where its directory belongs."""
+        path = self._path(key)
+        try:
+            _remove(path)
+        except NotADirectoryError:
+            if self._root.is_dir():
+                _remove(path.parent)
 
     def _make_room(self) -> None:
         """Look at everything there is; over the bound, let the longest unread go."""
@@ -115,13 +150,13 @@ class DirectoryTier:
         for path in self._root.glob(f"??/*{_SUFFIX}"):
             # Another process may be evicting, too.
             with contextlib.suppress(FileNotFoundError):
-                status = path.stat()
+                status = path.lstat()
                 found.append((status.st_mtime, status.st_size, path))
         total_bytes = sum(size_bytes for _, size_bytes, _ in found)
         if total_bytes <= self._max_bytes:
             return
         for _, size_bytes, path in sorted(found):
-            path.unlink(missing_ok=True)
+            _remove(path)
             total_bytes -= size_bytes
             if total_bytes <= self._max_bytes * _KEPT_SHARE:
                 return
@@ -129,5 +164,13 @@ class DirectoryTier:
     def _remove_left_over(self) -> None:
         for path in self._root.glob(f"{_PARTIAL}*"):
             with contextlib.suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime > _LEFT_OVER_S:
-                    path.unlink()
+                if time.time() - path.lstat().st_mtime > _LEFT_OVER_S:
+                    _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Whatever it is, and if it is there."""
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError:
+        shutil.rmtree(path, ignore_errors=True)

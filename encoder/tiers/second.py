@@ -6,7 +6,7 @@
 
 Nothing here fails a request or holds it up for longer than `timeout_s`: whatever is wrong with the tier is a miss, and
 after some failures in a row the tier is left alone for a while. It is counted, and the log says when that begins and
-ends.
+ends. Reading and writing fail and are left alone apart: that one works proves nothing of the other.
 """
 
 import asyncio
@@ -81,9 +81,8 @@ class SecondTier:
         self._idle = asyncio.Event()
         self._idle.set()
         self._writer: asyncio.Task[None] | None = None
-        self._num_failures = 0
-        self._pause_s = _FIRST_PAUSE_S
-        self._paused_until_s: float | None = None
+        self._reading = _Trust(f"reading from the embedding store {tier.name}", clock)
+        self._writing = _Trust(f"writing to the embedding store {tier.name}", clock)
         self.counters: Counter[str] = Counter()
 
     def start(self) -> "asyncio.Task[None]":
@@ -93,7 +92,7 @@ class SecondTier:
 
     async def stop(self, drain_s: float) -> None:
         """Give what waits to be written `drain_s`, and close the tier."""
-        if not self._is_paused():
+        if not self._writing.is_paused:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), drain_s)
         if self._waiting:
@@ -105,25 +104,25 @@ class SecondTier:
 
     async def find(self, key: MediaKey) -> Record | None:
         """The verified record of a key, if the tier has it and says so in time."""
-        if self._is_paused():
+        if self._reading.is_paused:
             self.counters["skipped"] += 1
             return None
         try:
             async with asyncio.timeout(self._timeout_s):
                 content = await self._tier.get(key)
+            self._reading.worked()
+            if content is None:
+                self.counters["misses"] += 1
+                return None
+            record = unpack(content, key)
         except TimeoutError:
-            self._failed(f"{self._tier.name} did not answer within {self._timeout_s:g} s")
+            self._failed(self._reading, f"{self._tier.name} did not answer within {self._timeout_s:g} s")
             return None
         except TierFailed as error:
-            self._failed(str(error))
+            self._failed(self._reading, str(error))
             return None
-        self._worked()
-        if content is None:
-            self.counters["misses"] += 1
-            return None
-        try:
-            record = unpack(content, key)
         except RecordDamaged as error:
+            self._reading.worked()
             await self._discard(key, error)
             return None
         if (record.header.width, record.header.dtype) != (self._width, self._dtype):
@@ -138,7 +137,7 @@ class SecondTier:
 
     def keep(self, key: MediaKey) -> None:
         """Write this embedding soon. Under pressure the oldest that wait are given up."""
-        if self._is_paused():
+        if self._writing.is_paused:
             self.counters["unwritten"] += 1
             return
         if len(self._waiting) >= _MAX_WAITING:
@@ -159,7 +158,7 @@ class SecondTier:
 
     async def _write(self, key: MediaKey) -> None:
         try:
-            entry = None if self._is_paused() else self._source.lookup(key)
+            entry = None if self._writing.is_paused else self._source.lookup(key)
             rows = None if entry is None else self._source.content(key)
         except KeyError:
             # Evicted by another process between the two.
@@ -184,11 +183,11 @@ class SecondTier:
             async with asyncio.timeout(_WRITE_TIMEOUT_S):
                 await self._tier.put(key, record)
         except TimeoutError:
-            self._failed(f"{self._tier.name} took no record within {_WRITE_TIMEOUT_S:g} s")
+            self._failed(self._writing, f"{self._tier.name} took no record within {_WRITE_TIMEOUT_S:g} s")
         except TierFailed as error:
-            self._failed(str(error))
+            self._failed(self._writing, str(error))
         else:
-            self._worked()
+            self._writing.worked()
             self.counters["written"] += 1
 
     async def _discard(self, key: MediaKey, error: RecordDamaged) -> None:
@@ -198,18 +197,33 @@ class SecondTier:
             async with asyncio.timeout(self._timeout_s):
                 await self._tier.discard(key)
 
-    def _is_paused(self) -> bool:
+    def _failed(self, trust: "_Trust", why: str) -> None:
+        self.counters["errors"] += 1
+        trust.failed(why)
+
+
+class _Trust:
+    """Whether one side of a tier is to be used, or left alone after failures in a row."""
+
+    def __init__(self, what: str, clock: Callable[[], float]) -> None:
+        self._what = what
+        self._clock = clock
+        self._num_failures = 0
+        self._pause_s = _FIRST_PAUSE_S
+        self._paused_until_s: float | None = None
+
+    @property
+    def is_paused(self) -> bool:
         return self._paused_until_s is not None and self._clock() < self._paused_until_s
 
-    def _failed(self, why: str) -> None:
-        self.counters["errors"] += 1
+    def failed(self, why: str) -> None:
         self._num_failures += 1
         if self._num_failures >= _FAILURES_IN_A_ROW:
             self._paused_until_s = self._clock() + self._pause_s
-            logger.warning("the embedding store is left alone for %g s: %s", self._pause_s, why)
+            logger.warning("%s is left alone for %g s: %s", self._what, self._pause_s, why)
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
-    def _worked(self) -> None:
+    def worked(self) -> None:
         if self._paused_until_s is not None:
-            logger.warning("the embedding store %s works again", self._tier.name)
+            logger.warning("%s works again", self._what)
         self._num_failures, self._pause_s, self._paused_until_s = 0, _FIRST_PAUSE_S, None

@@ -11,6 +11,7 @@ import pytest
 
 from encoder.cache.arena import checksum
 from encoder.client import ArenaReader
+from encoder.errors import ArenaLocked
 from encoder.tiers.base import Buffer, TierFailed
 from encoder.tiers.record import RecordHeader, pack
 from encoder.tiers.second import SecondTier
@@ -30,6 +31,7 @@ class FakeTier:
     def __init__(self) -> None:
         self.records: dict[MediaKey, bytes] = {}
         self.fails = False
+        self.writing_fails = False
         self.delay_s = 0.0
         self.num_asked = 0
         self.closed = False
@@ -40,6 +42,8 @@ class FakeTier:
 
     async def put(self, key: MediaKey, record: Sequence[Buffer]) -> None:
         await self._take_part()
+        if self.writing_fails:
+            raise TierFailed("read only")
         self.records[key] = b"".join(record)
 
     async def discard(self, key: MediaKey) -> None:
@@ -63,10 +67,17 @@ class Arena:
     checksum = checksum(bytes(range(64)))
     warnings = ("something was left out",)
 
+    def __init__(self) -> None:
+        self.troubles: list[Exception | None] = []
+        """Of the next readings of rows."""
+
     def lookup(self, key: MediaKey) -> "Arena | None":
         return self if key == KEY else None
 
     def content(self, key: MediaKey) -> bytes:
+        trouble = self.troubles.pop(0) if self.troubles else None
+        if trouble is not None:
+            raise trouble
         return self.rows
 
 
@@ -150,6 +161,47 @@ async def test_a_tier_that_fails_is_left_alone_for_a_while(caplog: pytest.LogCap
     for _ in range(2):
         await second.find(KEY)
     assert tier.num_asked == 7  # counted anew
+    await second.stop(0.0)
+
+
+async def test_reading_that_works_proves_nothing_of_writing(caplog: pytest.LogCaptureFixture) -> None:
+    tier, clock = FakeTier(), Clock()
+    tier.writing_fails = True
+    second = second_over(tier, clock)
+    second.start()
+
+    async def write(num_kept: int) -> None:
+        second.keep(KEY)
+        assert await second.find(KEY) is None
+        await until(lambda: second.counters["errors"] + second.counters["unwritten"] >= num_kept)
+
+    with caplog.at_level(logging.WARNING):
+        for num_kept in range(1, 7):
+            await write(num_kept)
+        assert (second.counters["errors"], second.counters["unwritten"]) == (3, 3)
+        assert second.counters["misses"] == 6, "reading goes on"
+        clock.now_s += 1.5
+        await write(7)
+        assert second.counters["errors"] == 4
+        assert "works again" not in caplog.text
+        tier.writing_fails = False
+        clock.now_s += 2.5
+        second.keep(KEY)
+        await until(lambda: second.counters["written"] == 1)
+    assert caplog.text.count("writing to the embedding store fake works again") == 1
+    await second.stop(0.0)
+
+
+async def test_what_waits_to_be_written_waits_for_a_locked_arena_and_lets_evicted_rows_go() -> None:
+    tier, arena = FakeTier(), Arena()
+    second = SecondTier(tier, arena, width=8, dtype="float32", timeout_s=0.2, clock=time.monotonic)
+    arena.troubles = [ArenaLocked("locked"), ArenaLocked("locked"), None, KeyError(KEY)]
+    started = second.start()
+    second.keep(KEY)
+    second.keep(KEY)
+    await until(lambda: second.counters["written"] + second.counters["unwritten"] == 2)
+    assert second.counters == {"written": 1, "unwritten": 1}
+    assert not started.done()
     await second.stop(0.0)
 
 

@@ -2,12 +2,13 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest_asyncio
 
 from encoder.tiers.base import EmbeddingTier, TierFailed, open_tier
 from encoder.tiers.directory import DirectoryTier
+from encoder.tiers.record import RecordDamaged
 from preprocess.types import MediaKey
 from tests.fakes.redis_server import running_redis
 
@@ -189,3 +191,83 @@ def test_other_stores_are_refused(url: str) -> None:
     with pytest.raises(ValueError, match=r"allowed: an absolute path of a directory, or redis://") as caught:
         opened(url)
     assert "secret" not in str(caught.value)
+
+
+async def test_a_directory_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    root = tmp_path / "above" / "store"
+    tier = opened(str(root))
+    await tier.put(key(1), [b"one"])
+    shutil.rmtree(root.parent)
+    assert await tier.get(key(1)) is None
+    await tier.put(key(2), [b"two"])
+    assert await tier.get(key(2)) == b"two"
+    assert root.stat().st_mode & 0o777 == 0o700
+    await tier.close()
+
+
+def _directory(path: Path) -> None:
+    path.mkdir()
+    (path / "inside").write_bytes(b"x")
+
+
+def _link_to_itself(path: Path) -> None:
+    path.symlink_to(path)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("is_read_first", [True, False])
+@pytest.mark.parametrize("in_the_way", [_directory, os.mkfifo, _link_to_itself])
+async def test_what_is_no_file_is_a_damaged_record_and_goes(
+    tmp_path: Path, in_the_way: Callable[[Path], None], is_read_first: bool
+) -> None:
+    tier = opened(str(tmp_path))
+    await tier.put(key(1), [b"one"])
+    (path,) = files_of(tmp_path)
+    path.unlink()
+    in_the_way(path)
+    if is_read_first:
+        with pytest.raises(RecordDamaged):
+            await tier.get(key(1))
+        await tier.discard(key(1))
+        assert await tier.get(key(1)) is None
+    await tier.put(key(1), [b"again"])
+    assert await tier.get(key(1)) == b"again"
+    await tier.close()
+
+
+@pytest.mark.parametrize("is_read_first", [True, False])
+async def test_a_file_where_records_belong_goes(tmp_path: Path, is_read_first: bool) -> None:
+    tier = opened(str(tmp_path))
+    (tmp_path / key(1)[:2]).write_bytes(b"in the way")
+    if is_read_first:
+        with pytest.raises(RecordDamaged):
+            await tier.get(key(1))
+        await tier.discard(key(1))
+    await tier.put(key(1), [b"one"])
+    assert await tier.get(key(1)) == b"one"
+    await tier.close()
+
+
+async def test_a_file_where_the_root_was_fails_the_tier(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    tier = opened(str(root))
+    root.rmdir()
+    root.write_bytes(b"somebody's")
+    for act in (tier.get(key(1)), tier.put(key(1), [b"one"])):
+        with pytest.raises(TierFailed):
+            await act
+    assert root.read_bytes() == b"somebody's"
+    await tier.close()
+
+
+async def test_directories_among_the_records_make_room_and_keep_nobody_from_starting(tmp_path: Path) -> None:
+    _directory(tmp_path / ".partial-1-old")
+    os.utime(tmp_path / ".partial-1-old", (1, 1))
+    (tmp_path / key(1)[:2]).mkdir()
+    _directory(tmp_path / key(1)[:2] / f"{key(1)}.emb")
+    os.utime(tmp_path / key(1)[:2] / f"{key(1)}.emb", (1, 1))
+    tier = opened(str(tmp_path), max_bytes=10_000)
+    assert not (tmp_path / ".partial-1-old").exists()
+    await tier.put(key(2), [bytes(7_000)])
+    assert [path.name for path in files_of(tmp_path)] == [f"{key(2)}.emb"]
+    await tier.close()
