@@ -141,7 +141,8 @@ def encode(
                                                     rows/shard-00000.safetensors, ..., rows/index.jsonl
     find . -name '*.wav' | mimo encode --manifest - --out-dir rows
 
-    A manifest's line is a path or a URL, or JSON with path or url, and, as needed, id (names the tensor and the output
+    A manifest's line is a path or a URL (no directory, no pattern), a comment (# and a blank; ./# begins a name that
+    does so), or JSON with path or url, and, as needed, id (names the tensor and the output
     file), modality and the options below in their JSON names, which go before the command's. Paths in it are relative
     to the working directory. For example:
 

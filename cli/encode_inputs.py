@@ -3,10 +3,11 @@
 import glob
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, get_args
 from urllib.parse import urlsplit
 
 import msgspec
@@ -14,11 +15,13 @@ import msgspec
 from cli.encode_volumes import METADATA
 from cli.load import ConfigError
 from cli.media_files import MediaFileError, expand_paths, media_files, modality_of, path_text
+from cli.media_search import Unreadable, matches, walk
 from preprocess.errors import OptionInvalid
 from preprocess.types import OPTIONS_OF, Detail, MediaOptions, Modality
 
 _URL_SCHEMES: Final = ("http://", "https://", "data:")
 _MAX_PART_CHARS: Final = 180
+_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,8 @@ class Input:
     options: MediaOptions
     """Of the command and of the manifest's line, those for other modalities included."""
     id: str | None = None
+    fault: str | None = None
+    """Of a directory that cannot be read, why: it stands for what may be in it."""
 
     @property
     def label(self) -> str:
@@ -56,6 +61,17 @@ class Input:
             return _place_of_url(self.location)
         parts = os.path.normpath(self.location).split("/")
         return "/".join(part for part in parts if part not in ("", ".."))
+
+
+_WANTED: Final = {
+    **dict.fromkeys(("path", "url", "id"), "text"),
+    **dict.fromkeys(("max_frames", "min_frames", "num_frames", "min_pixels", "max_pixels"), "a whole number"),
+    "fps": "a number",
+    "use_audio": "true or false",
+    "modality": ", ".join(Modality),
+    "detail": ", ".join(get_args(Detail)),
+}
+"""What is allowed in a manifest's JSON, in words."""
 
 
 class _Line(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -94,7 +110,7 @@ def find_inputs(
         found.update(dict.fromkeys(_of_manifest(manifest, modality, options)))
     if not found:
         raise ConfigError("nothing to encode: name files, directories, patterns or URLs, or give --manifest FILE")
-    _check_options(options, {item.modality for item in found})
+    _check_options(options, {item.modality for item in found if item.fault is None})
     return list(found)
 
 
@@ -102,27 +118,35 @@ def _of_argument(argument: str, modality: Modality | None, options: MediaOptions
     if _is_url(argument):
         yield Input(argument, True, modality or _modality_of_url(argument), options)
         return
+    _check_scheme(argument)
     path = Path(argument)
+    faults: dict[Path, str] = {}
+
+    def unreadable(place: Path, error: OSError) -> None:
+        faults[place] = f"cannot be read: {error.strerror}"
+
     if glob.has_magic(argument) and not os.path.lexists(path):
-        files = _of_pattern(argument, modality, recursive)
+        files = _of_pattern(argument, modality, recursive, unreadable)
+        if not files and not faults:
+            raise MediaFileError(f"{shown(argument)}: no image, video or audio file matches this pattern")
     else:
-        files = expand_paths([path], modality=modality, recursive=recursive)
+        files = expand_paths([path], modality=modality, recursive=recursive, unreadable=unreadable)
     for file, kind in files:
         yield Input(str(file), False, kind, options)
+    for place, fault in faults.items():
+        yield Input(str(place), False, None, options, fault=fault)
 
 
-def _of_pattern(pattern: str, modality: Modality | None, recursive: bool) -> list[tuple[Path, Modality]]:
-    """Media files that match, and those in directories that match, as if the shell had expanded it. Raises
-    MediaFileError."""
+def _of_pattern(
+    pattern: str, modality: Modality | None, recursive: bool, unreadable: Unreadable
+) -> list[tuple[Path, Modality]]:
+    """Media files that match, and those in directories that match, as if the shell had expanded it."""
     found: list[tuple[Path, Modality]] = []
-    for match in sorted(map(Path, glob.iglob(pattern, recursive=True))):
+    for match in matches(pattern, unreadable):
         if not match.is_dir():
             found += media_files([match] if match.is_file() else [], modality)
         elif "**" not in pattern:
-            entries = sorted(match.rglob("*") if recursive else match.glob("*"))
-            found += media_files((entry for entry in entries if entry.is_file()), modality)
-    if not found:
-        raise MediaFileError(f"{shown(pattern)}: no image, video or audio file matches this pattern")
+            found += media_files(sorted(walk(match, unreadable, recursive=recursive)), modality)
     return found
 
 
@@ -131,32 +155,37 @@ def _of_manifest(manifest: str, modality: Modality | None, options: MediaOptions
     for number, text in _lines(manifest, named):
         try:
             yield _of_line(text, modality, options)
-        except (ValueError, msgspec.MsgspecError) as error:
-            # OptionInvalid is a ValueError, and so is the error of a line that is no JSON.
+        except (ValueError, MediaFileError) as error:
+            # OptionInvalid is a ValueError.
             raise ConfigError(f"{named}, line {number}: {error}") from error
 
 
 def _lines(manifest: str, named: str) -> Iterator[tuple[int, str]]:
-    """Lines that are not blank, by their numbers from 1. A file name is any bytes, and so is a line."""
+    """Lines that are neither blank nor a comment (# and a blank), by their numbers from 1. A file name is any
+    bytes, and so is a line."""
     try:
         with open(0 if manifest == "-" else manifest, "rb", closefd=manifest != "-") as file:
             for number, line in enumerate(file, 1):
+                if number == 1:
+                    # As some editors on Windows begin a file.
+                    line = line.removeprefix(b"\xef\xbb\xbf")
                 text = os.fsdecode(line.rstrip(b"\r\n"))
-                if text.strip():
+                if text.strip() and not (text.startswith("#") and text[1:2].strip() == ""):
                     yield number, text
     except OSError as error:
         raise ConfigError(f"--manifest {named}: {error.strerror}") from error
 
 
 def _of_line(text: str, modality: Modality | None, options: MediaOptions) -> Input:
-    """Raises ValueError or MsgspecError saying what is wrong with it."""
-    line = _Line(path=text) if not text.lstrip().startswith("{") else msgspec.json.decode(os.fsencode(text), type=_Line)
+    """Raises ValueError or MediaFileError saying what is wrong with it."""
+    line = _Line(path=text) if not text.lstrip().startswith("{") else _of_json(os.fsencode(text))
     if (line.path is None) == (line.url is None):
         raise ValueError("give one of path and url")
     location = line.path or line.url or ""
     is_url = line.url is not None or (line.path is not None and _is_url(location))
     if is_url and not _is_url(location):
         raise ValueError(f"url is {location!r}, which does not begin with http:, https: or data:")
+    _check_scheme(location)
     if not location or "\0" in location:
         raise ValueError("the path is empty" if not location else "the path has a zero byte")
     guessed = _modality_of_url(location) if is_url else modality_of(Path(location))
@@ -171,6 +200,30 @@ def _of_line(text: str, modality: Modality | None, options: MediaOptions) -> Inp
     common = options if kind is None else options.applying_to(kind)
     merged = MediaOptions(**{field: getattr(common, field) for field in common.given()} | own) if own else common
     return Input(location, is_url, kind, merged, None if line.id is None else _checked_id(line.id))
+
+
+def _of_json(text: bytes) -> _Line:
+    """Raises ValueError."""
+    try:
+        fields: dict[str, Any] = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"broken JSON: {error}") from error
+    for name in fields:
+        if name not in _WANTED:
+            raise ValueError(f"unknown field {name!r}; allowed: {', '.join(_WANTED)}")
+    try:
+        return msgspec.convert(fields, _Line)
+    except msgspec.ValidationError as error:
+        name = str(error).rpartition("$.")[2].rstrip("`")
+        value = msgspec.json.encode(fields.get(name)).decode()
+        raise ValueError(f"{name} is {value}; allowed: {_WANTED.get(name, error)}") from error
+
+
+def _check_scheme(location: str) -> None:
+    """Raises MediaFileError for a URL that is not fetched."""
+    scheme = _SCHEME.match(location)
+    if scheme is not None and not _is_url(location) and not os.path.lexists(location):
+        raise MediaFileError(f"{shown(location)}: scheme {scheme[1]} is not allowed; allowed: http, https, data")
 
 
 def _checked_id(text: str) -> str:
@@ -212,7 +265,7 @@ def _place_of_url(url: str) -> str:
 
 def _check_options(options: MediaOptions, modalities: set[Modality | None]) -> None:
     """Refuse an option that would do nothing. Raises ConfigError."""
-    if None in modalities:
+    if None in modalities or not modalities:
         return
     for field_name in options.given():
         takers = [modality for modality in Modality if field_name in OPTIONS_OF[modality]]

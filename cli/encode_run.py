@@ -126,7 +126,7 @@ class Run:
         except TowerFailed as error:
             failure = Failure(str(error), "tower_failed")
         except OSError as error:
-            failure = Failure(str(error), "unreadable")
+            failure = Failure(error.strerror or str(error), "unreadable")
         except RuntimeError:
             # The encoder was closed a moment before it was asked.
             if self._stopping.is_set():
@@ -148,6 +148,8 @@ class Run:
 
     def _stored(self, item: Input) -> tuple[Stored, How, int]:
         """The rows of an input on disk, how they came there, and the bytes read. Raises what `_one` knows."""
+        if item.fault is not None:
+            raise OSError(item.fault)
         own = self._output.recall(item)
         if own is not None and item.is_url and self._is_as_asked(item, own):
             return self._share(item, own), "kept", 0
@@ -235,6 +237,9 @@ class _Writing:
             raise OutputFailed(f"{error}; run again with --overwrite") from error
         if isinstance(error, OSError) and not is_fault_of_name(error):
             raise OutputFailed(f"cannot write: {error}") from error
+        if isinstance(error, OSError):
+            # Without the names of the files: one of them differs from run to run.
+            raise OSError(f"its output cannot be written: {error.strerror}") from error
 
 
 class _Interrupts:

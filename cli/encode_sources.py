@@ -1,6 +1,7 @@
 """Where the bytes of an input come from: files and URLs, a bounded number of bytes at a time."""
 
 import asyncio
+import glob
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from cli.encode_inputs import Input
+from cli.media_files import kind_of_file
 from preprocess.config import FetchLimits
 from preprocess.errors import MediaUndecodable
 from preprocess.fetch import Fetcher
@@ -59,7 +61,7 @@ class Sources:
                 yield content
             return
         path = Path(item.location)
-        with self._holding(path.stat().st_size):
+        with self._holding(_size_bytes(path)):
             yield path.read_bytes()
 
     @contextmanager
@@ -79,6 +81,21 @@ class Sources:
             if self._fetching is None:
                 self._fetching = _Fetching(self._limits)
             return self._fetching
+
+
+def _size_bytes(path: Path) -> int:
+    """Of a file. Raises OSError for anything else, and for what is not there."""
+    try:
+        status = path.stat()
+    except FileNotFoundError as error:
+        is_pattern = glob.has_magic(str(path))
+        hint = "; a manifest takes no patterns, the command line does" if is_pattern else ""
+        raise OSError(f"no such file{hint}") from error
+    kind = kind_of_file(status.st_mode)
+    if kind is not None:
+        hint = "; a manifest names files, the command line directories as well" if kind == "a directory" else ""
+        raise OSError(f"is {kind}, no file{hint}")
+    return status.st_size
 
 
 class _Fetching:

@@ -3,10 +3,12 @@
 import base64
 import mimetypes
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from cli.media_search import Unreadable, walk
 from preprocess.types import Modality
 
 # Containers and codecs that the standard table does not know on every system.
@@ -51,23 +53,47 @@ def media_files(paths: Iterable[Path], modality: Modality | None = None) -> list
     return [(path, kind) for path, kind in named if kind is not None]
 
 
+def kind_of_file(mode: int) -> str | None:
+    """What a path of this mode leads to, in words; None for a regular file, which alone can be read as a medium."""
+    if stat.S_ISREG(mode):
+        return None
+    kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a fifo", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def refuse_unreadable(path: Path, error: OSError) -> None:
+    """Raises MediaFileError."""
+    raise MediaFileError(f"{path_text(path)}: {error.strerror}") from error
+
+
 def expand_paths(
-    paths: Iterable[Path], *, modality: Modality | None = None, recursive: bool = True
+    paths: Iterable[Path],
+    *,
+    modality: Modality | None = None,
+    recursive: bool = True,
+    unreadable: Unreadable = refuse_unreadable,
 ) -> list[tuple[Path, Modality]]:
     """Files as named; directories become the media files in them, sorted, and those below where `recursive`.
 
-    All files are of `modality` where that is given, whatever their names. Raises MediaFileError.
+    All files are of `modality` where that is given, whatever their names. `unreadable` is told of directories that
+    cannot be read. Raises MediaFileError.
     """
     found: list[tuple[Path, Modality]] = []
     for path in paths:
         if path.is_dir():
-            entries = path.rglob("*") if recursive else path.glob("*")
-            media = media_files((entry for entry in sorted(entries) if entry.is_file()), modality)
-            if not media:
+            told: list[Path] = []
+
+            def tell(place: Path, error: OSError, told: list[Path] = told) -> None:
+                told.append(place)
+                unreadable(place, error)
+
+            media = media_files(sorted(walk(path, tell, recursive=recursive)), modality)
+            if not media and not told:
                 raise MediaFileError(f"{path_text(path)}: no image, video or audio files in this directory")
             found += media
         elif not path.is_file():
-            raise MediaFileError(f"{path_text(path)}: no such file")
+            kind_of = kind_of_file(path.stat().st_mode) if path.exists() else None
+            raise MediaFileError(f"{path_text(path)}: {f'is {kind_of}, no file' if kind_of else 'no such file'}")
         elif (kind := modality or modality_of(path)) is None:
             raise MediaFileError(
                 f"{path_text(path)}: cannot tell image, video or audio from this name; rename it, or use --modality"

@@ -1,5 +1,6 @@
 """What is named on a command line or in a manifest, with which options, and where its output lies."""
 
+import glob
 import json
 import os
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 
 from cli.encode_inputs import Input, check_names, check_places, find_inputs
 from cli.load import ConfigError
+from cli.media_files import refuse_unreadable
+from cli.media_search import matches
 from preprocess.types import MediaOptions, Modality
 
 IMAGE, VIDEO, AUDIO = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
@@ -133,12 +136,14 @@ def test_a_manifest_of_any_bytes_from_standard_input() -> None:
     [
         ({"path": "a.png", "url": "https://h/"}, "one of path and url"),
         ({"id": "x"}, "one of path and url"),
-        ({"path": "a.png", "speed": 2}, "speed"),
+        ({"path": "a.png", "speed": 2}, "unknown field 'speed'; allowed: path, url, id, "),
         ({"path": "a.png", "fps": 2}, "fps does not apply to image"),
         ({"path": "c.mp4", "fps": -2}, "fps is -2"),
-        ({"path": "c.mp4", "fps": "fast"}, "fps"),
+        ({"path": "c.mp4", "fps": "fast"}, 'fps is "fast"; allowed: a number'),
+        ({"path": "c.mp4", "max_frames": 2.5}, "max_frames is 2.5; allowed: a whole number"),
+        ({"path": "ftp://h/a.png"}, "scheme ftp is not allowed; allowed: http, https, data"),
         ({"path": "c.mp4", "num_frames": 4}, "exclude each other"),
-        ({"path": "c.mp4", "modality": "smell"}, "smell"),
+        ({"path": "c.mp4", "modality": "smell"}, 'modality is "smell"; allowed: image, video, audio'),
         ({"path": "nameless", "fps": 2}, "give modality"),
         ({"path": "a.png", "id": "../x"}, "id is '../x'"),
         ({"path": "a.png", "id": "/x"}, "id is '/x'"),
@@ -146,7 +151,7 @@ def test_a_manifest_of_any_bytes_from_standard_input() -> None:
         ({"path": "a.png", "id": "__metadata__"}, "__metadata__"),
         ({"url": "a.png"}, "does not begin with http"),
         ({"path": "a\0.png"}, "zero byte"),
-        ("{not json", "JSON"),
+        ("{not json", "broken JSON: "),
     ],
 )
 def test_a_wrong_line_is_named(line: object, words: str) -> None:
@@ -155,6 +160,59 @@ def test_a_wrong_line_is_named(line: object, words: str) -> None:
         find(manifests=(path,), options=MediaOptions(fps=1.0))
     assert str(refused.value).startswith("list, line 3: ")
     assert words in str(refused.value)
+
+
+def test_what_editors_and_people_put_into_a_manifest() -> None:
+    Path("list").write_bytes(b"\xef\xbb\xbf# mine\r\n#\na.png\n#2.png\n")
+    assert [item.location for item in find(manifests=("list",))] == ["a.png", "#2.png"]
+
+
+@pytest.mark.parametrize("argument", ["photos", "photos/**", "photos/**/*.jpg", "phot*", "*"])
+def test_a_directory_that_cannot_be_read_is_a_failure(argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scandir = os.scandir
+
+    def refusing(path: str) -> object:
+        if path.endswith("deep"):
+            raise PermissionError(13, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    items = find(argument)
+    assert [item.location for item in items if item.fault is None][-1] == "photos/b.jpg"
+    (denied,) = [item for item in items if item.fault is not None]
+    assert (denied.location, denied.fault) == ("photos/deep", "cannot be read: Permission denied")
+
+
+def test_other_schemes_and_other_files_are_named() -> None:
+    with pytest.raises(ConfigError, match="scheme ftp is not allowed"):
+        find("ftp://h/a.png")
+    os.mkfifo("pipe.png")
+    with pytest.raises(ConfigError, match=r"pipe\.png: is a fifo, no file"):
+        find("pipe.png")
+
+
+def test_patterns_match_as_the_standard_library_says() -> None:
+    for name in (".hidden/x.png", "photos/.y.png", "photos/deep/deeper/z.png"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes(b"x")
+    Path("photos/link").symlink_to("deep")
+    asked = (
+        "**",
+        "*",
+        "photos/*",
+        "*/*.png",
+        ".*/*",
+        "photos/**/z.*",
+        "**/deep/**",
+        "./photos/../a.*",
+        "p*/d*/[a-d].*",
+    )
+    for pattern in asked:
+        expected = set(map(Path, glob.glob(pattern, recursive=True))) - {Path()}
+        assert set(matches(pattern, refuse_unreadable)) == expected, pattern
+    # A link that leads back is gone through once.
+    Path("photos/deep/back").symlink_to("..")
+    assert Path("photos/deep/back/b.jpg") in matches("photos/**/b.jpg", refuse_unreadable)
 
 
 def test_a_manifest_that_is_not_there_is_named() -> None:
