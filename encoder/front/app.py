@@ -18,6 +18,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from encoder.errors import EncoderError
+from encoder.front.accept import SAFETENSORS, wants_safetensors
 from encoder.front.admission import Admission
 from encoder.front.body import BodyReader
 from encoder.front.config import FrontConfig
@@ -26,7 +27,7 @@ from encoder.front.health import HealthBoard, Verdict
 from encoder.front.items import EncodeBody, Item
 from encoder.front.metrics import FrontMetrics
 from encoder.front.problems import Problem, Refused, internal_problem, problem_of, shown
-from encoder.front.reply import SAFETENSORS, Result, all_failed, safetensors_head, write_json, write_rows
+from encoder.front.reply import Result, all_failed, safetensors_head, write_json, write_rows
 from preprocess.errors import MediaError, MediaInvalid
 
 logger = logging.getLogger(__name__)
@@ -117,6 +118,7 @@ class Front:
             self._desk.check_room(1)
             async with self._bodies.body(request) as body:
                 self._check_model(body)
+                _check_form(request, body)
                 self._desk.check_room(len(body.items))
                 async with contextlib.AsyncExitStack() as stack:
                     results = await self._encode_items(body, request, deadline_unix_s, stack)
@@ -140,7 +142,7 @@ class Front:
                 encoding = await self._ask(item, asker, deadline_unix_s)
             except (MediaError, EncoderError) as error:
                 option = error.field if isinstance(error, MediaInvalid) else None
-                return problem_of(error, param=item.param_of(option))
+                return problem_of(error, param=item.param_of(option), option=option)
             except Exception:
                 # The outermost loop of an item: it must not take its neighbours with it.
                 logger.exception("item %s of request %s failed", item.param, request[REQUEST_ID])
@@ -183,7 +185,7 @@ class Front:
     async def _write(self, request: web.Request, results: Sequence[Result], body: EncodeBody) -> web.StreamResponse:
         headers = {"X-Request-Id": request[REQUEST_ID]}
         head: bytes | None = None
-        if SAFETENSORS in request.headers.get("Accept", ""):
+        if _is_file_wanted(request):
             head, size_bytes = safetensors_head(results, model=self._config.model_name)
             response = web.StreamResponse(headers=headers | {"Content-Type": SAFETENSORS})
             response.content_length = size_bytes
@@ -246,6 +248,20 @@ class Front:
             raise Refused(401, "invalid_api_key", words)
 
 
+def _is_file_wanted(request: web.Request) -> bool:
+    return wants_safetensors(request.headers.getall("Accept", []))
+
+
+def _check_form(request: web.Request, body: EncodeBody) -> None:
+    """Raises Refused where both the header and the body say what form rows have, and not the same."""
+    if body.encoding_format == "float" and _is_file_wanted(request):
+        words = (
+            f'encoding_format is "float" and the Accept header asks for {SAFETENSORS}, which holds rows as bytes; '
+            "give one"
+        )
+        raise Refused(400, "invalid_request", words, param="encoding_format")
+
+
 def _probe_response(verdict: Verdict) -> web.Response:
     headers = {"Retry-After": "1"} if verdict.status == 503 else {}
     return web.json_response(dict(verdict.body), status=verdict.status, headers=headers)
@@ -261,10 +277,10 @@ def _http_refusal(request: web.Request, error: web.HTTPException) -> web.Respons
     """What aiohttp itself refuses: no such route, no such method."""
     match error:
         case web.HTTPNotFound():
-            problem = Problem(404, "unknown_route", f"there is no route {request.path}")
+            problem = Problem(404, "unknown_route", f"there is no route {shown(request.path)}")
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(error.allowed_methods))
-            problem = Problem(405, "method_not_allowed", f"{request.path} takes {allowed}, not {request.method}")
+            problem = Problem(405, "method_not_allowed", f"{request.path} takes {allowed}, not {shown(request.method)}")
         case _:
             problem = Problem(error.status, "http_error", error.reason)
     response = _answer(problem)

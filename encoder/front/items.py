@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from encoder.front.problems import Refused, invalid, shown
+from encoder.front.problems import Refused, invalid, placed, shown
 from preprocess.errors import OptionInvalid
 from preprocess.types import MediaOptions, MediaSource, Modality
 
@@ -23,6 +23,7 @@ _AUDIO_TYPES: Final = {"mp3": "audio/mpeg", "m4a": "audio/mp4", "opus": "audio/o
 _AUDIO_FORMATS: Final = ("wav", "mp3", "flac", "ogg", "opus", "aac", "m4a", "webm")
 # No base64 has a colon.
 _URL_STARTS: Final = ("http://", "https://", "data:")
+_MAX_NAME_CHARS: Final = 200
 _INT32: Final = range(-(2**31), 2**31)
 
 OptionShapes = Mapping[str, type | tuple[str, ...]]
@@ -90,6 +91,8 @@ def read_encode_body(body: object, *, max_items: int) -> EncodeBody:
     _check_fields(body, ("input", "model", "encoding_format"), "")
     if "input" not in body:
         raise invalid("field input is required", "input")
+    if body["input"] is None:
+        raise invalid("input is null; it must be an array", "input")
     parts = _typed(body, "input", list, "")
     if not parts:
         raise invalid("input is []; it must not be empty", "input")
@@ -148,7 +151,8 @@ def _item(part: object, path: str) -> Item:
     try:
         source = MediaSource(modality, url, MediaOptions(**given))
     except OptionInvalid as error:
-        raise invalid(f"{inner_path}: {error}", params[error.field]) from error
+        place = params[error.field]
+        raise invalid(placed(str(error), error.field, place), place) from error
     return Item(inner_path, source, option_params=params)
 
 
@@ -193,7 +197,10 @@ def _check_fields(holder: dict[str, Any], allowed: tuple[str, ...], path: str) -
     for name, value in holder.items():
         if name not in allowed:
             full = f"{path}.{name}" if path else name
-            raise invalid(f"unknown field {full} (value {shown(value)}); allowed fields: {', '.join(allowed)}", full)
+            raise invalid(
+                f"unknown field {full[:_MAX_NAME_CHARS]} (value {shown(value)}); allowed fields: {', '.join(allowed)}",
+                full,
+            )
 
 
 def _typed(holder: dict[str, Any], name: str, kind: type, path: str) -> Any:
@@ -205,7 +212,7 @@ def _typed(holder: dict[str, Any], name: str, kind: type, path: str) -> Any:
     fits = isinstance(value, (int, float) if kind is float else kind)
     if not fits or (kind in (int, float) and isinstance(value, bool)):
         raise invalid(f"{full} is {shown(value)}; it must be {_JSON_NAMES[kind]}", full)
-    if kind is int and value not in _INT32:
+    if kind in (int, float) and not _INT32.start <= value < _INT32.stop:
         raise invalid(f"{full} is {shown(value)}; it must be a smaller number", full)
     return value
 

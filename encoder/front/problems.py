@@ -16,6 +16,9 @@ _TYPES: Final[Mapping[int, str]] = {
     429: "rate_limit_error",
 }
 _SHOWN_CHARS: Final = 80
+# Whatever is quoted from a request, and however often.
+_MAX_MESSAGE_CHARS: Final = 2000
+_MAX_PARAM_CHARS: Final = 200
 
 
 class Refused(Exception):
@@ -53,7 +56,8 @@ class Problem:
     def error(self) -> dict[str, Any]:
         """The error object."""
         kind = _TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "server_error")
-        return {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        message, param = _cut(self.message, _MAX_MESSAGE_CHARS), self.param and _cut(self.param, _MAX_PARAM_CHARS)
+        return {"message": message, "type": kind, "param": param, "code": self.code}
 
     @property
     def headers(self) -> dict[str, str]:
@@ -67,14 +71,22 @@ class Problem:
         return json.dumps({"error": self.error, **more}, ensure_ascii=False).encode()
 
 
-def problem_of(error: MediaError | EncoderError, *, param: str | None = None) -> Problem:
-    """`param` names the part of the request."""
+def problem_of(error: MediaError | EncoderError, *, param: str | None = None, option: str | None = None) -> Problem:
+    """`param` names the part of the request. `option` is what its medium's error is about: that is a fault of the
+    request, whichever side of the limits the value is on."""
     match error:
         case MediaError():
-            text = error.message if param is None else f"{param}: {error.message}"
-            return Problem(error.status, error.code, text, param)
+            text = error.message if param is None else placed(error.message, option, param)
+            return Problem(error.status, "invalid_request" if option else error.code, text, param)
         case EncoderError():
             return Problem(error.status, error.code, error.message, param, error.retry_after_s)
+
+
+def placed(message: str, field: str | None, place: str) -> str:
+    """A message, with its place in the request. Where it begins with a field's bare name, the place says it in full."""
+    if field is not None and message.startswith(f"{field} "):
+        return place + message[len(field) :]
+    return f"{place}: {message}"
 
 
 def internal_problem(request_id: str, *, param: str | None = None) -> Problem:
@@ -97,3 +109,7 @@ def shown(value: object) -> str:
             return "a number too large to show"
         case _:
             return json.dumps(value)
+
+
+def _cut(text: str, max_chars: int) -> str:
+    return text if len(text) <= max_chars else text[:max_chars] + "..."

@@ -16,7 +16,6 @@ from encoder.front.desk import Encoding
 from encoder.front.items import EncodingFormat
 from encoder.front.problems import Problem
 
-SAFETENSORS: Final = "application/x-safetensors"
 _SAFETENSORS_DTYPES: Final = {"float32": "F32", "bfloat16": "BF16"}
 _ALIGNMENT_BYTES: Final = 8
 # A multiple of three: base64 of pieces is the piece of the base64.

@@ -91,6 +91,48 @@ async def test_numbers_and_safetensors_carry_the_same_values(
         await parts.until_idle()
 
 
+async def test_numbers_in_a_file_of_tensors_are_refused(tiny_model_dir: Path, make_png: Bytes) -> None:
+    async with fronted(tiny_model_dir) as parts:
+        body = {"input": [part(make_png(1))], "encoding_format": "float"}
+        for accept, status in [("Application/X-Safetensors", 400), ("*/*, application/x-safetensors;q=0", 200)]:
+            async with parts.http.post("/v1/encode", json=body, headers={"Accept": accept}) as response:
+                assert (response.status, response.content_type) == (status, "application/json")
+                if status == 400:
+                    error = (await response.json())["error"]
+                    assert error["param"] == "encoding_format"
+                    assert "encoding_format" in error["message"]
+                    assert "Accept" in error["message"]
+
+
+@pytest.mark.parametrize("pixels", [0, 2**30])
+@pytest.mark.parametrize("option", ["min_pixels", "max_pixels"])
+async def test_either_side_of_a_limit_is_the_same_fault(
+    tiny_model_dir: Path, make_png: Bytes, option: str, pixels: int
+) -> None:
+    async with fronted(tiny_model_dir) as parts:
+        status, answer = await parts.encode(part(make_png(1), **{option: pixels}))
+        place = f"input[0].image_url.{option}"
+        assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "invalid_request", place)
+        assert answer["error"]["message"].startswith(f"{place} is {pixels}, allowed is at ")
+
+
+async def test_little_is_echoed_of_whatever_is_sent(tiny_model_dir: Path, make_png: Bytes) -> None:
+    async with fronted(tiny_model_dir) as parts:
+        url = part(make_png(1))["image_url"]["url"]
+        video = json.dumps({"input": [{"type": "video_url", "video_url": {"url": url}, "fps": 0.125}]})
+        bodies = [video.replace("0.125", "9" * num_digits) for num_digits in (300, 5000)]
+        bodies += [json.dumps({"input": [{"type": "image_url", "x" * 9000: 1}]}), json.dumps({"x" * 9000: 1})]
+        bodies += [json.dumps({"input": [], "model": "m" * 9000}), json.dumps({"input": [{"type": "t" * 9000}]})]
+        for body in bodies:
+            headers = {"Content-Type": "application/json"}
+            async with parts.http.post("/v1/encode", data=body, headers=headers) as response:
+                assert response.status == 400
+                assert len(await response.read()) < 1000
+        async with parts.http.get("/" + "x" * 5000) as response:
+            assert response.status == 404
+            assert len(await response.read()) < 1000
+
+
 async def test_bfloat16_rows_keep_their_bits_in_every_form(tiny_model_dir: Path, make_png: Bytes) -> None:
     config = EncoderConfig(arena_bytes=2**22, dtype="bfloat16")
     async with fronted(tiny_model_dir, encoder=config) as parts:

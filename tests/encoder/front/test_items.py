@@ -109,6 +109,7 @@ def test_a_fault_of_one_part_names_field_value_and_what_is_allowed(part: Any, pa
         ([], None, "the body is []; it must be an object"),
         ({}, "input", "field input is required"),
         ({"input": PNG}, "input", "input is an object with 2 fields; it must be an array"),
+        ({"input": None}, "input", "input is null; it must be an array"),
         ({"input": []}, "input", "input is []; it must not be empty"),
         ({"input": [PNG] * 9}, "input", "input has 9 items; allowed: at most 8"),
         ({"input": [PNG], "inputs": 1}, "inputs", "unknown field inputs (value 1); allowed fields: input, model, enc"),
