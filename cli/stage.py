@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from cli.orphan import follow_parent
 from encoder import FrontConfig, SglangConfig
 from encoder.config import EncoderConfig
 from epd.config import EngineConfig, GatewayConfig
@@ -75,6 +76,9 @@ _STAGES: dict[str, type[Any]] = {
     "front": FrontStage,
 }
 
+# Those that are stopped before the ones they need.
+HEADS = ("gateway", "front")
+
 
 def stage_kind(stage: Stage) -> str:
     """encoder, prefill, decode, gateway or front; a worker that does both prompts and tokens is shown as prefill."""
@@ -113,7 +117,7 @@ def read_settings(kind: str, path: Path) -> Stage:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask Linux for SIGTERM when the supervisor dies, so that no stage outlives it; covers a parent already gone."""
+    """Ask Linux for SIGTERM when the parent dies, so that no child outlives it; covers a parent already gone."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
@@ -155,8 +159,12 @@ def main() -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--settings", required=True, type=Path)
     parser.add_argument("--parent", required=True, type=int, help="pid of the supervisor")
+    parser.add_argument("--drain-s", default=15.0, type=float, help="how long it may serve on when that was killed")
     arguments = parser.parse_args()
-    die_with_parent(arguments.parent)
+    is_head, directory = arguments.stage in HEADS, arguments.settings.parent
+    if is_head:
+        die_with_parent(arguments.parent)
+    follow_parent(arguments.parent, is_head=is_head, directory=directory, drain_s=arguments.drain_s)
     logging.basicConfig(
         level=logging.INFO,
         format=f"%(asctime)s {arguments.name} %(levelname)s %(name)s: %(message)s",

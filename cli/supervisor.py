@@ -2,7 +2,7 @@
 
 A process that hangs is killed (see `cli.watch`). A process that dies is started again under the same name and address;
 who waited on it learns of the loss from its socket and retries or ends the request. The supervisor itself never touches
-a request.
+a request, and should it be killed its processes end by themselves (see `cli.orphan`).
 """
 
 import asyncio
@@ -145,6 +145,7 @@ class Supervisor:
             *("--name", stage.name),
             *("--settings", str(self._settings_path(stage))),
             *("--parent", str(os.getpid())),
+            *("--drain-s", str(self._config.drain_s)),
         ]
 
     def _watch_ended(self, watching: asyncio.Task[None]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import uvloop
 import zmq.asyncio
 
-from encoder.cache.host import private_arena
+from encoder.cache.host import private_arena, remove_orphaned
 from encoder.cache.index import RowFormat
 from encoder.cache.store import EmbeddingStore
 from encoder.checkpoint import read_json_object
@@ -63,6 +63,8 @@ def open_server(
         stack.callback(runner.close)
         if not shared:
             arena = stack.enter_context(private_arena(config, arena, incarnation))
+        else:
+            stack.callback(remove_orphaned, arena)
         rows = RowFormat(runner.width, runner.dtype, runner.row_bytes)
         store = EmbeddingStore(arena, holder=incarnation, rows=rows)
         stack.callback(store.close)

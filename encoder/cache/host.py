@@ -1,11 +1,21 @@
-"""The life of an arena: made before the first encoder of a deployment starts, unlinked after the last one has ended."""
+"""The life of an arena: made before the first encoder of a deployment starts, unlinked after the last one has ended.
 
+Who made it unlinks it. Should that process be killed, the last encoder to leave does.
+"""
+
+import contextlib
+import logging
+import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from encoder.cache.arena import SHM_DIR, remove_arena
-from encoder.cache.index import create_arena
+from encoder.cache.holder import Process
+from encoder.cache.index import Index, create_arena
 from encoder.config import EncoderConfig
+from encoder.errors import ArenaLocked, ArenaUnavailable
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -16,6 +26,18 @@ def embedding_arena(config: EncoderConfig, name: str) -> Iterator[str]:
         yield name
     finally:
         remove_arena(name)
+
+
+def remove_orphaned(name: str) -> None:
+    """Unlink an arena whose maker has died, unless another process that uses it lives. For who has closed its store."""
+    with contextlib.suppress(ArenaUnavailable, ArenaLocked, sqlite3.OperationalError):
+        with contextlib.closing(Index(name)) as index, index.reading():
+            makers = index.rows("SELECT pid, started_ticks FROM arena")
+            holders = index.rows("SELECT pid, started_ticks FROM holders")
+        users = {Process(pid, started_ticks) for pid, started_ticks in (*makers, *holders)}
+        if not any(user.is_alive for user in users - {Process.current()}):
+            logger.info("the arena %s goes: who made it was killed, and nobody else uses it", name)
+            remove_arena(name)
 
 
 @contextmanager
