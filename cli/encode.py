@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from cli.encode_inputs import Input, check_names, check_places, find_inputs
-from cli.encode_outputs import SUFFIX, FileTree, Output, PackedFile, ShardLimits, Shards
+from cli.encode_outputs import SUFFIX, FileTree, Output, PackedFile, ShardLimits, Shards, is_shard
 from cli.encode_records import OutputFailed, RecordPaths, Records
-from cli.encode_report import Report, tell_failure
+from cli.encode_report import Report, tell_failure, tell_note
 from cli.encode_run import End, Run
 from cli.encode_sources import Sources
 from cli.encode_workspace import Workspace
@@ -59,6 +59,13 @@ class _Plan:
         return RecordPaths(index, failed, self.workspace)
 
 
+def _named(text: str) -> Path:
+    """Raises BadParameter: an empty name, of a variable that is not set, is not the working directory."""
+    if not text:
+        raise typer.BadParameter("the name is empty")
+    return Path(text)
+
+
 def encode(
     files: Annotated[
         list[str] | None,
@@ -77,10 +84,17 @@ def encode(
     recursive: Annotated[bool, typer.Option(help="Whether a directory's own directories are searched too.")] = True,
     out: Annotated[
         Path | None,
-        typer.Option(help="One packed file; by default FILE.safetensors, or embeddings.safetensors for several."),
+        typer.Option(
+            parser=_named,
+            metavar="FILE",
+            help="One packed file; by default FILE.safetensors, or embeddings.safetensors for several.",
+        ),
     ] = None,
     out_dir: Annotated[
-        Path | None, typer.Option(help="Instead of one file, a file per input below this directory, or shards.")
+        Path | None,
+        typer.Option(
+            parser=_named, metavar="DIR", help="Instead of one file, a file per input below this directory, or shards."
+        ),
     ] = None,
     shard_rows: Annotated[
         int | None, typer.Option(min=1, help="Pack inputs into shards of at most so many rows; with --out-dir.")
@@ -158,6 +172,9 @@ def encode(
     The index has one JSON line per input, in order: input, id, output, tensor, key, modality, rows, width, dtype,
     grid_thw, timestamps_s, warnings, or else error and code. Inputs that failed are also in failed.jsonl, and are tried
     again by the next run.
+
+    The last line tells the rows of all outputs, then what this run did: its rates are over what it encoded, and over the
+    seconds told, which are without loading the model. Outputs of other runs in the directory are told, and left.
 
     Exit code: 0 all done, 1 some inputs failed or the output could not be written, 2 wrong usage, 130 interrupted
     (Ctrl-C), 143 terminated (SIGTERM, which keeps what is done as Ctrl-C does).
@@ -290,21 +307,48 @@ def _run(
         tell_failure(f"mimo encode: {error}")
     finally:
         records.close()
+        num_kept = workspace.num_kept
         workspace.close()
     totals = records.totals
-    where = "what is done is kept for the next run" if end == "output" else _where(plan, totals.num_done)
-    report.conclude(totals, where, end, as_json=as_json)
+    report.conclude(totals, _where(plan, totals.num_done, report.num_made, num_kept), end, as_json=as_json)
+    if end == "whole":
+        _tell_strays(plan)
     if end == "interrupted":
         sys.exit(code)
     if end != "whole" or totals.num_failed:
         sys.exit(1)
 
 
-def _where(plan: _Plan, num_done: int) -> str:
-    if plan.workspace.exists():
-        # What could not be put in its place yet.
-        return "the rest of what is done is kept for the next run"
-    return f"written to {path_text(plan.target)}" if num_done else "nothing written"
+def _where(plan: _Plan, num_done: int, num_made: int, num_kept: int) -> str:
+    """What became of the rows: `num_kept` contents wait in the workspace for the next run."""
+    target = path_text(plan.target)
+    # A file per input is in its place at once; all else is when its file is whole.
+    is_in_place = num_made if not plan.is_packed and plan.shards is None else num_done and not num_kept
+    if num_kept:
+        contents = "1 content is" if num_kept == 1 else f"{num_kept} contents are"
+        is_shard = plan.shards is not None and num_done
+        return f"{f'written to {target}; ' if is_shard else ''}{contents} kept for the next run"
+    if is_in_place or num_done:
+        return f"written to {target}"
+    if plan.records is not None and plan.records.failed.exists():
+        return f"nothing written but {path_text(plan.records.failed)}"
+    return "nothing written"
+
+
+def _tell_strays(plan: _Plan) -> None:
+    """Outputs in the directory that are not of these inputs, or not of this layout: they are nobody's to delete."""
+    if plan.is_packed:
+        return
+    own = {str(plan.target / f"{item.place}{SUFFIX}") for item in plan.inputs} if plan.shards is None else set[str]()
+    strays = [
+        path
+        for path in plan.target.rglob(f"*{SUFFIX}")
+        if str(path) not in own and not (plan.shards is not None and is_shard(path, plan.target))
+    ]
+    if strays:
+        first = path_text(min(strays))
+        are = "1 file of" if len(strays) == 1 else f"{len(strays)} files of"
+        tell_note(f"{are} other runs in {path_text(plan.target)} not in the index, left as they are: {first}, ...")
 
 
 def _open_output(plan: _Plan, workspace: Workspace, records: Records) -> Output:

@@ -53,14 +53,15 @@ class Input:
     def place(self) -> str:
         """Where its output lies below a directory, without the suffix: by the id, or as the input lies.
 
-        As with tar, a leading / is dropped, and so are leading .. parts.
+        As with tar, a leading / is dropped, and so are leading .. parts. Whatever the input's name, this one is UTF-8,
+        so that the index can tell it: other bytes become `\\xNN`, and a backslash two.
         """
         if self.id is not None:
             return self.id
         if self.is_url:
-            return _place_of_url(self.location)
+            return _written(_place_of_url(self.location))
         parts = os.path.normpath(self.location).split("/")
-        return "/".join(part for part in parts if part not in ("", ".."))
+        return _written("/".join(part for part in parts if part not in ("", "..")))
 
 
 _WANTED: Final = {
@@ -237,6 +238,10 @@ def _checked_id(text: str) -> str:
 def shown(text: str) -> str:
     """A line of a file or an argument, any bytes, as text: what is no UTF-8 becomes `\\xNN`."""
     return os.fsencode(text).decode("utf-8", "backslashreplace")
+
+
+def _written(place: str) -> str:
+    return shown(place.replace("\\", "\\\\"))
 
 
 def _is_url(text: str) -> bool:

@@ -64,6 +64,11 @@ class Output(Protocol):
         """After the last input; `whole` when all have been got to. Raises OutputFailed."""
 
 
+def is_shard(path: Path, directory: Path) -> bool:
+    """Whether a run with `Shards` for this directory would write it or remove it."""
+    return path.parent == directory and _SHARD.fullmatch(path.name) is not None
+
+
 def is_fault_of_name(error: OSError) -> bool:
     """Whether another input may well be written."""
     return error.errno in _FAULTS_OF_NAMES

@@ -14,6 +14,7 @@ from cli.load import ConfigError
 from cli.media_files import path_text
 
 _PARTIAL: Final = ".partial"
+_RETIRED: Final = "retired-"
 
 
 class Workspace:
@@ -58,7 +59,7 @@ class Workspace:
 
     def retire(self, volume: Volume) -> None:
         """Takes in an output that will be replaced, since rows in it may be needed yet."""
-        path = self.path / f"retired-{os.getpid()}-{next(self._names)}.safetensors"
+        path = self.path / f"{_RETIRED}{os.getpid()}-{next(self._names)}.safetensors"
         volume.path.replace(path)
         volume.path = path
 
@@ -83,6 +84,11 @@ class Workspace:
             except NotAVolume:
                 path.unlink()
         return found
+
+    @property
+    def num_kept(self) -> int:
+        """Contents whose rows wait here for the next run."""
+        return sum(path.suffix == ".safetensors" and not path.name.startswith(_RETIRED) for path in self.path.iterdir())
 
     def clear(self) -> None:
         """Nothing in it is needed any more."""

@@ -229,7 +229,14 @@ def test_an_option_for_nothing_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("location", "place"),
-    [("a.png", "a.png"), ("./p/../q/a.png", "q/a.png"), ("/data/p/a.png", "data/p/a.png"), ("../../a.png", "a.png")],
+    [
+        (os.fsdecode(b"p/a\xff.png"), "p/a\\xff.png"),
+        ("p/a\\xff.png", "p/a\\\\xff.png"),
+        ("a.png", "a.png"),
+        ("./p/../q/a.png", "q/a.png"),
+        ("/data/p/a.png", "data/p/a.png"),
+        ("../../a.png", "a.png"),
+    ],
 )
 def test_outputs_lie_as_inputs_do(location: str, place: str) -> None:
     assert Input(location, False, IMAGE, MediaOptions()).place == place

@@ -3,8 +3,10 @@
 import fcntl
 import json
 import os
+import re
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,7 +17,10 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 from cli.app import app
+from cli.encode_inputs import Input
+from cli.encode_report import Report
 from cli.load import ConfigError
+from preprocess.types import MediaOptions
 from tests.fakes.instant_encoder import InstantEncoder
 
 KINDS = {
@@ -315,6 +320,94 @@ def test_wrong_usage() -> None:
         refused = CliRunner().invoke(app, ["encode", "media", *arguments]).exception
         assert isinstance(refused, ConfigError)
         assert words in str(refused)
+    for flag in ("--out", "--out-dir"):
+        done = CliRunner().invoke(app, ["encode", "media", flag, ""])
+        assert done.exit_code == 2
+        assert "the name is empty" in done.stderr
+
+
+def test_the_index_leads_to_files_of_any_name(kind: str) -> None:
+    for name in (b"media/odd\xff.png", b"media/odd\\ff.png"):
+        Path(os.fsdecode(name)).write_bytes(name)
+    assert encode(kind)[0] == 0
+    assert len(rows_by_input()) == 14
+
+
+def test_a_directory_that_cannot_be_read_fails_the_run(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scandir = os.scandir
+
+    def refusing(path: Any) -> Any:
+        if str(path) == "media/b":
+            raise PermissionError(13, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    code, lines, summary = encode(kind)
+    assert (code, summary["done"], summary["failed"]) == (1, 6, 1)
+    assert lines["media/b"]["error"] == "cannot be read: Permission denied"
+    assert [line["input"] for line in lines_of("failed")] == ["media/b"]
+
+
+def test_what_a_manifest_names_wrongly_fails_in_words() -> None:
+    os.mkfifo("pipe.png")
+    Path("list").write_text("media\npipe.png\nmedia/*.png\nmissing.png\n" + "n" * 250 + ".png\n")
+    Path("n" * 250 + ".png").write_bytes(b"long")
+    for _ in range(2):
+        _, lines, _ = encode("tree", "--manifest", "list", inputs="media/a")
+        assert {name: line["error"] for name, line in lines.items() if "error" in line} == {
+            "media": "is a directory, no file; a manifest names files, the command line directories as well",
+            "pipe.png": "is a fifo, no file",
+            "media/*.png": "no such file; a manifest takes no patterns, the command line does",
+            "missing.png": "no such file",
+            "n" * 250 + ".png": "its output cannot be written: File name too long",
+        }
+
+
+def test_outputs_of_another_layout_are_told_and_left(kind: str) -> None:
+    encode(kind)
+    stray = Path("out/media/gone.png.safetensors" if kind == "tree" else "out/media/x/00.png.safetensors")
+    stray.parent.mkdir(parents=True, exist_ok=True)
+    stray.write_bytes(b"x")
+    done = CliRunner().invoke(app, ["encode", "media", *KINDS[kind]])
+    assert done.exit_code == 0
+    assert ("1 file of other runs in out not in the index" in done.stderr) == (kind != "packed")
+    assert stray.exists()
+
+
+def test_the_last_line_tells_what_was_done_now() -> None:
+    encode("tree")
+    Path("media/new.png").write_bytes(b"new")
+    _, _, summary = encode("tree")
+    assert (summary["encoded"], summary["done_before"], summary["duplicates"]) == (1, 12, 0)
+    assert summary["files_per_s"] * summary["busy_s"] == pytest.approx(1, abs=0.1)
+    Path("media/newer.png").write_bytes(b"newer")
+    done = CliRunner().invoke(app, ["encode", "media", *KINDS["tree"]])
+    assert re.match(r"14 of 14 files, \d+ rows in \d\.\d s \(13 done before; 1 encoded now: ", done.stderr)
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_progress_fits_the_terminal(width: int) -> None:
+    report = Report(56789, quiet=True)
+    item = Input("photos/" + "long" * 20 + ".png", False, None, MediaOptions())
+    assert report.line(width).startswith("0/56789")
+    for _ in range(1234):
+        report.note(item, "encoded", 10, 1000)
+    report.note(item, "failed", 0, 0)
+    report._working_s -= 1000
+    line = report.line(width)
+    assert line.startswith("1235/56789, 1 failed  1.2 files/s")
+    assert len(line) <= width
+    assert ("12:29:" in line) == (width >= 80)
+
+
+def test_without_a_terminal_a_line_tells_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("cli.encode_report._TOLD_EVERY_S", 0.01)
+    with Report(5, quiet=False) as report:
+        report.note(Input("a.png", False, None, MediaOptions()), "encoded", 10, 1000)
+        time.sleep(0.1)
+    assert "\n1/5  " in "\n" + capsys.readouterr().err
 
 
 def test_warnings_of_thousands_are_told_in_a_few_lines(kind: str) -> None:
