@@ -4,17 +4,21 @@ import contextlib
 import os
 import sys
 
-import typer
+try:
+    import typer
 
-from cli.bench import bench
-from cli.cache import cache
-from cli.chat import chat
-from cli.encode import encode
-from cli.eval import evaluate
-from cli.inspect import inspect
-from cli.load import ConfigError
-from cli.serve import serve
-from cli.terminal import say
+    from cli.bench import bench
+    from cli.cache import cache
+    from cli.chat import chat
+    from cli.encode import encode
+    from cli.eval import evaluate
+    from cli.inspect import inspect
+    from cli.load import ConfigError
+    from cli.serve import serve
+    from cli.terminal import say
+except KeyboardInterrupt:
+    # Ctrl-C a moment after Enter, which is a moment of imports.
+    sys.exit(130)
 
 app = typer.Typer(
     name="mimo",
@@ -35,9 +39,11 @@ app.add_typer(cache)
 
 
 def main() -> None:
-    """Exit codes: 0 done, 1 failed, 2 the command or its settings are wrong."""
+    """Exit codes: 0 done, 1 failed, 2 the command or its settings are wrong, 130 interrupted."""
     try:
         app()
+    except KeyboardInterrupt:
+        sys.exit(130)
     except ConfigError as error:
         say(f"mimo: {error}")
         sys.exit(2)

@@ -37,7 +37,8 @@ def write_json(path: Path, machine: dict[str, Any], results: Sequence[Result]) -
 def show(console: Console, results: Sequence[Result]) -> None:
     """The table, the inputs, and a warning for each case that did not have the machine for itself."""
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("case", no_wrap=True)
+    # A name that does not fit goes on in the next line: cut off, it would name no case.
+    table.add_column("case", overflow="fold")
     # Seven columns have to fit 80 characters.
     for heading in ("ours", "plain way", "ratio", "limit", "of limit", "runs"):
         table.add_column(heading, justify="right", no_wrap=True)

@@ -173,7 +173,7 @@ def encode(
     grid_thw, timestamps_s, warnings, or else error and code. Inputs that failed are also in failed.jsonl, and are tried
     again by the next run.
 
-    The last line tells the rows of all outputs, then what this run did: its rates are over what it encoded, and over the
+    The last line tells the rows of all outputs, then what this run did: its rates are of what it encoded, over the
     seconds told, which are without loading the model. Outputs of other runs in the directory are told, and left.
 
     Exit code: 0 all done, 1 some inputs failed or the output could not be written, 2 wrong usage, 130 interrupted

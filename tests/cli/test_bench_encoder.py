@@ -192,6 +192,7 @@ def test_real_servers_on_tiny_pictures(tmp_path: Path, monkeypatch: pytest.Monke
     assert 0 < figures["largest_relative_error"] < 0.1
     assert {"encoder-0", "front"} <= set(figures["ours"]["cpu_s_per_request"])
     assert "CPU per request: ours" in done.stdout
+    assert "Pillow, another resampler" in done.stdout
     assert sweep["figures"]["concurrency"] == [1, 2]
     assert all(len(sweep["figures"][who]["p95_s"]) == 2 for who in ("ours", "baseline"))
     assert sweep["ours"] == max(sweep["figures"]["ours"]["throughput"])
