@@ -7,6 +7,7 @@ that is not done, so memory does not grow with the number of inputs.
 
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from encoder import LocalEncoder
 
 _AHEAD: Final = 1024
+_SAME_S: Final = 0.5
+"""Some send a signal to the process and to its group: within this time it is one."""
 How = Literal["encoded", "kept", "duplicate", "failed"]
 Note = Callable[[Input, How, int, int], None]
 """Told of each input as it is done, from any thread: how, its rows, the bytes read for it."""
@@ -252,6 +255,7 @@ class _Interrupts:
         self._stopping = stopping
         self._is_waiting = False
         self._is_heard = False
+        self._heard_s = 0.0
 
     def __enter__(self) -> Self:
         self._former = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -278,8 +282,12 @@ class _Interrupts:
         return True
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        again, self._is_heard = self._is_heard, True
+        now_s = time.monotonic()
+        again = self._is_heard and now_s - self._heard_s > _SAME_S
+        if not self._is_heard:
+            self._is_heard, self._heard_s = True, now_s
         self.exit_code = 128 + number
         self._stopping.set()
-        if self._is_waiting or again:
+        was_waiting, self._is_waiting = self._is_waiting, False
+        if was_waiting or again:
             raise KeyboardInterrupt

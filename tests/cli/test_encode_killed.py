@@ -122,13 +122,16 @@ def test_an_interruption_loses_nothing_of_an_earlier_run(
         # One of the two ways for each kind of output.
         number, code = (signal.SIGTERM, 143) if kind == "tree" else (signal.SIGINT, 130)
         stop_at(process, num + 4, number)
+        # As `timeout` does, which tells the process and then its group.
+        process.send_signal(number)
         summary, told = end(process)
     assert process.returncode == code, told
     assert "interrupted: " in told
     assert "Traceback" not in told
     if kind == "packed":
         assert snapshot()["out/all.safetensors"] == before["out/all.safetensors"]
-        assert "kept for the next run" in told
+        assert re.search(r"\d+ contents are kept for the next run", told)
+        assert re.search(r"interrupted: [1-9]\d* of 120 files", told)
     with start(kind) as process:
         summary, _ = end(process)
     assert (process.returncode, summary["done"]) == (0, NUM_MEDIA + 40)
