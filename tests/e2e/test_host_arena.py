@@ -78,7 +78,7 @@ def test_clearing_makes_all_of_them_forget(service: Service) -> None:
 
 
 def test_the_next_start_removes_what_a_killed_deployment_left(tmp_path: Path) -> None:
-    """SIGKILL of the supervisor: its encoders end by themselves, its arena stays until somebody starts again."""
+    """SIGKILL of the supervisor before any encoder has opened the arena: it stays until somebody starts again."""
     command = [sys.executable, "-m", "cli", "serve", "--role", "encoder", "--port", "0"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL) as killed:
