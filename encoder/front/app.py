@@ -26,8 +26,9 @@ from encoder.front.desk import EncodeDesk, Encoding
 from encoder.front.health import HealthBoard, Verdict
 from encoder.front.items import EncodeBody, Item
 from encoder.front.metrics import FrontMetrics
-from encoder.front.problems import Problem, Refused, internal_problem, problem_of, shown
+from encoder.front.problems import Problem, Refused, internal_problem, problem_of
 from encoder.front.reply import Result, all_failed, safetensors_head, write_json, write_rows
+from encoder.quoting import shown
 from preprocess.errors import MediaError, MediaInvalid
 
 logger = logging.getLogger(__name__)

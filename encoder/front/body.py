@@ -20,8 +20,9 @@ from encoder.front.items import (
     form_source,
     read_encode_body,
 )
-from encoder.front.problems import Refused, invalid, shown
+from encoder.front.problems import Refused, invalid
 from encoder.pace import Pace, PaceLimits
+from encoder.quoting import shown
 from preprocess.types import Modality
 
 # Bodies up to this size are not counted: what all sockets together can hold of them is small.

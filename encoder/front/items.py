@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from encoder.front.problems import Refused, invalid, placed, shown
+from encoder.front.problems import Refused, invalid, placed
+from encoder.quoting import shown
 from preprocess.errors import OptionInvalid
 from preprocess.types import MediaOptions, MediaSource, Modality
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from encoder.errors import EncoderError
+from encoder.quoting import cut
 from preprocess.errors import MediaError
 
 _TYPES: Final[Mapping[int, str]] = {
@@ -15,7 +16,6 @@ _TYPES: Final[Mapping[int, str]] = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
-_SHOWN_CHARS: Final = 80
 # Whatever is quoted from a request, and however often.
 _MAX_MESSAGE_CHARS: Final = 2000
 _MAX_PARAM_CHARS: Final = 200
@@ -56,7 +56,7 @@ class Problem:
     def error(self) -> dict[str, Any]:
         """The error object."""
         kind = _TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "server_error")
-        message, param = _cut(self.message, _MAX_MESSAGE_CHARS), self.param and _cut(self.param, _MAX_PARAM_CHARS)
+        message, param = cut(self.message, _MAX_MESSAGE_CHARS), self.param and cut(self.param, _MAX_PARAM_CHARS)
         return {"message": message, "type": kind, "param": param, "code": self.code}
 
     @property
@@ -93,23 +93,3 @@ def internal_problem(request_id: str, *, param: str | None = None) -> Problem:
     """For an error nobody foresaw: the log has it, the client gets the id to ask about."""
     message = f"internal error; the server's log has it under request {request_id}"
     return Problem(500, "internal_error", message, param)
-
-
-def shown(value: object) -> str:
-    """A JSON value for people, short whatever its size."""
-    match value:
-        case str():
-            text = json.dumps(value[:_SHOWN_CHARS], ensure_ascii=False)
-            return text + ("..." if len(value) > _SHOWN_CHARS else "")
-        case list():
-            return f"an array with {len(value)} item{'s'[: len(value) != 1]}" if value else "[]"
-        case dict():
-            return f"an object with {len(value)} field{'s'[: len(value) != 1]}" if value else "{}"
-        case int() if value.bit_length() > 4 * _SHOWN_CHARS:
-            return "a number too large to show"
-        case _:
-            return json.dumps(value)
-
-
-def _cut(text: str, max_chars: int) -> str:
-    return text if len(text) <= max_chars else text[:max_chars] + "..."

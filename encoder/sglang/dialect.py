@@ -168,18 +168,22 @@ class SglangDialect:
         """The media, encoded side by side and in order. Of a part that fails nothing stays leased."""
         modality = call.part.modality
         if modality not in self._desk.modalities:
-            raise BadRequest(f"this model encodes no {modality}")
+            allowed = ", ".join(known.upper() for known in self._desk.modalities)
+            raise BadRequest(f"modality is {modality.upper()}, allowed is what this model encodes: {allowed}")
         # The rows must outlive the sending, and the lease ends at the deadline that the desk is given.
         deadline_unix_s = self._clock() + self.config.encode_timeout_s + 2 * self.config.send_timeout_s
         places = asyncio.Semaphore(_AT_ONCE)
 
-        async def encode(item: Item) -> Encoded:
+        async def encode(index: int, item: Item) -> Encoded:
             async with places:
-                return await self._desk.encode(
-                    item.source, asker=call.part.req_id, deadline_unix_s=deadline_unix_s, sha256=item.sha256
-                )
+                try:
+                    return await self._desk.encode(
+                        item.source, asker=call.part.req_id, deadline_unix_s=deadline_unix_s, sha256=item.sha256
+                    )
+                except MediaError as error:
+                    raise dialect_error(error, place=f"mm_items[{index}]") from error
 
-        tasks = [asyncio.create_task(encode(item)) for item in call.items]
+        tasks = [asyncio.create_task(encode(index, item)) for index, item in enumerate(call.items)]
         try:
             async with asyncio.timeout(self.config.encode_timeout_s) as limit:
                 return list(await asyncio.gather(*tasks))

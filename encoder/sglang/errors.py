@@ -8,8 +8,10 @@ from http import HTTPStatus
 from typing import Final
 
 from encoder.errors import EncoderError
+from encoder.quoting import cut
 from preprocess.errors import MediaError
 
+_MAX_MESSAGE_CHARS: Final = 2000
 _KNOWN: Final = frozenset(int(status) for status in HTTPStatus)
 
 
@@ -20,7 +22,7 @@ class DialectError(Exception):
 
     def __init__(self, message: str, *, status: int | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
-        self.message = message
+        self.message = cut(message, _MAX_MESSAGE_CHARS)
         self.retry_after_s = retry_after_s
         if status is not None:
             self.status = known_status(status)
@@ -97,13 +99,17 @@ def known_status(status: int) -> int:
     return int(HTTPStatus.BAD_REQUEST) if 400 <= status < 500 else int(HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
-def dialect_error(error: MediaError | EncoderError | DialectError) -> DialectError:
-    """Any foreseen error in the dialect's terms. A fault of the medium is a bad request here, whatever its kind."""
+def dialect_error(error: MediaError | EncoderError | DialectError, *, place: str | None = None) -> DialectError:
+    """Any foreseen error in the dialect's terms. A fault of the medium is a bad request here, whatever its kind.
+
+    `place` is where the medium stands in the call; errors of the encoder are not of one medium.
+    """
     match error:
         case DialectError():
             return error
         case MediaError():
             is_faulty = 400 <= error.status < 500
-            return DialectError(error.message, status=int(HTTPStatus.BAD_REQUEST) if is_faulty else error.status)
+            message = error.message if place is None else f"{place}: {error.message}"
+            return DialectError(message, status=int(HTTPStatus.BAD_REQUEST) if is_faulty else error.status)
         case EncoderError():
             return DialectError(error.message, status=error.status, retry_after_s=error.retry_after_s)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from encoder.quoting import shown
 from encoder.sglang.config import SglangConfig
 from encoder.sglang.errors import BadRequest, DialectError
 from encoder.sglang.items import Item, modality_of, read_items
@@ -12,6 +13,7 @@ from encoder.sglang.message import PartId
 
 MAX_ID_CHARS: Final = 1024
 _MAX_RECEIVERS: Final = 4096
+_MAX_PARTS: Final = 65536
 _MAX_HOST_CHARS: Final = 255
 
 
@@ -40,11 +42,11 @@ def read_encode(body: Mapping[str, Any], config: SglangConfig) -> EncodeCall:
     """Raises BadRequest, or DialectError 500 for a destination of the other backend, as a stock encoder does."""
     req_id = read_id(body)
     modality = modality_of(body.get("modality"))
-    num_parts = _integer(body, "num_parts", 1, None)
+    num_parts = _integer(body, "num_parts", 1, _MAX_PARTS)
     part_idx = _integer(body, "part_idx", 0, num_parts - 1)
     hashes = body.get("hashes")
     if hashes is not None and not isinstance(hashes, (list, str, int)):
-        raise BadRequest("hashes is neither a list nor a single hash")
+        raise BadRequest(f"hashes is {shown(hashes)}, allowed is null, a list and a single hash")
     items = read_items(
         body.get("mm_items"), modality, max_items=config.max_items, is_silent=not config.send_video_sound
     )
@@ -57,11 +59,11 @@ def read_registration(body: Mapping[str, Any], config: SglangConfig) -> Registra
     req_id = read_id(body)
     url = body.get("receive_url")
     if not isinstance(url, str):
-        raise BadRequest("receive_url is missing or no string")
+        raise BadRequest(f"receive_url is {_given(url)}, allowed is a string, host:port")
     host, colon, port = url.rpartition(":")
     if not colon or not (port.isascii() and port.isdigit() and len(port) <= 5):
-        raise BadRequest(f"receive_url is {url[:80]!r}, allowed is host:port")
-    endpoint = endpoint_of(host.removeprefix("[").removesuffix("]"), int(port), config)
+        raise BadRequest(f"receive_url is {shown(url)}, allowed is host:port")
+    endpoint = endpoint_of(host.removeprefix("[").removesuffix("]"), int(port), config, fields=("receive_url",) * 2)
     return Registration(req_id, endpoint, _integer(body, "receive_count", 1, _MAX_RECEIVERS))
 
 
@@ -74,26 +76,34 @@ def read_id(body: Mapping[str, Any]) -> str:
     """Raises BadRequest."""
     req_id = body.get("req_id")
     if not is_id(req_id):
-        shown = "missing" if req_id is None else f"{req_id!r}"[:80]
-        raise BadRequest(f"req_id is {shown}, allowed is a string of 1 to {MAX_ID_CHARS} characters")
+        raise BadRequest(f"req_id is {_given(req_id)}, allowed is a string of 1 to {MAX_ID_CHARS} characters")
     return str(req_id)
 
 
-def endpoint_of(host: str, port: int, config: SglangConfig) -> str:
-    """What ZeroMQ connects to. Raises BadRequest for what is no host or port, or lies outside the allowed networks."""
+def endpoint_of(host: str, port: int, config: SglangConfig, *, fields: tuple[str, str]) -> str:
+    """What ZeroMQ connects to. Raises BadRequest for what is no host or port, or lies outside the allowed networks.
+
+    `fields` are where host and port were given.
+    """
+    of_host, of_port = fields
     if not 1 <= port <= 65535:
-        raise BadRequest(f"port is {port}, allowed is 1 to 65535")
+        raise BadRequest(f"{of_port} is {shown(port)}, allowed is a port, 1 to 65535")
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
         address = None
+    is_ipv6 = isinstance(address, ipaddress.IPv6Address) and _is_word(host.replace(":", "").replace("%", ""))
+    # What ends in a number is meant as an address.
+    is_name = address is None and _is_word(host) and not host.rstrip(".").rpartition(".")[2].isdigit()
+    if not (is_ipv6 or is_name or isinstance(address, ipaddress.IPv4Address)):
+        raise BadRequest(f"{of_host} is {shown(host)}, allowed is a host's name or an IP address")
     if config.networks and (address is None or not any(address in network for network in config.networks)):
-        raise BadRequest(f"{host[:80]!r} is not an address of the networks that embeddings may be pushed to")
-    if isinstance(address, ipaddress.IPv6Address) and _is_word(host.replace(":", "").replace("%", "")):
-        return f"tcp://[{host}]:{port}"
-    if not _is_word(host):
-        raise BadRequest(f"{host[:80]!r} is neither a host's name nor an address")
-    return f"tcp://{host}:{port}"
+        allowed = ", ".join(config.receiver_networks)
+        raise BadRequest(
+            f"{of_host} is {shown(host)}, allowed is an address of the networks that embeddings may be pushed to, "
+            f"{allowed} (receiver_networks)"
+        )
+    return f"tcp://[{host}]:{port}" if is_ipv6 else f"tcp://{host}:{port}"
 
 
 def _is_word(text: str) -> bool:
@@ -111,12 +121,20 @@ def _endpoints(body: Mapping[str, Any], config: SglangConfig) -> tuple[tuple[str
     _demand("zmq_to_scheduler" if isinstance(ports, list) else "zmq_to_tokenizer", config)
     host = body.get("prefill_host")
     if not isinstance(host, str) or not host:
-        raise BadRequest("prefill_host is missing or no string")
+        raise BadRequest(f"prefill_host is {_given(host)}, allowed is a host's name or an IP address")
     numbers = ports if isinstance(ports, list) else [ports]
-    if not numbers or len(numbers) > _MAX_RECEIVERS or not all(type(port) is int for port in numbers):
-        raise BadRequest("embedding_port is none of null, a port and a list of ports")
-    endpoints = tuple(dict.fromkeys(endpoint_of(host, port, config) for port in numbers))
-    return endpoints, isinstance(ports, list)
+    if not numbers or len(numbers) > _MAX_RECEIVERS:
+        raise BadRequest(
+            f"embedding_port is {shown(ports)}, allowed is null, a port, or an array of 1 to {_MAX_RECEIVERS} ports"
+        )
+    endpoints: dict[str, None] = {}
+    for index, port in enumerate(numbers):
+        field = f"embedding_port[{index}]" if isinstance(ports, list) else "embedding_port"
+        # Not isinstance: true is an int to Python.
+        if type(port) is not int:
+            raise BadRequest(f"{field} is {shown(port)}, allowed is a port, 1 to 65535")
+        endpoints[endpoint_of(host, port, config, fields=("prefill_host", field))] = None
+    return tuple(endpoints), isinstance(ports, list)
 
 
 def _demand(backend: str, config: SglangConfig) -> None:
@@ -127,10 +145,13 @@ def _demand(backend: str, config: SglangConfig) -> None:
         )
 
 
-def _integer(body: Mapping[str, Any], name: str, lowest: int, highest: int | None) -> int:
+def _given(value: object) -> str:
+    return "missing" if value is None else shown(value)
+
+
+def _integer(body: Mapping[str, Any], name: str, lowest: int, highest: int) -> int:
     value = body.get(name)
     # Not isinstance: true is an int to Python.
-    if type(value) is not int or value < lowest or (highest is not None and value > highest):
-        allowed = f"{lowest} or more" if highest is None else f"{lowest} to {highest}"
-        raise BadRequest(f"{name} is {repr(value)[:40]}, allowed is a whole number, {allowed}")
+    if type(value) is not int or not lowest <= value <= highest:
+        raise BadRequest(f"{name} is {_given(value)}, allowed is a whole number, {lowest} to {highest}")
     return value

@@ -94,7 +94,8 @@ class _Calls:
 
 
 def _failure(error: DialectError, body: Mapping[str, Any]) -> web.Response:
-    content = {"status": "error", "message": error.message, "req_id": body.get("req_id")}
+    req_id = body.get("req_id")
+    content = {"status": "error", "message": error.message, "req_id": req_id if is_id(req_id) else None}
     headers = {}
     if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s or 1.0)))

@@ -279,11 +279,11 @@ async def test_a_failure_is_told_to_the_caller_and_to_every_rank(
             # The part is gone: told all the same.
             assert (await encoder.post("/scheduler_receive_url", registration(receiver, count=2)))[0] == 200
     assert status == 400
-    assert answer == {"status": "error", "message": "no picture at all", "req_id": "a_local_part_0"}
+    assert answer == {"status": "error", "message": "mm_items[1]: no picture at all", "req_id": "a_local_part_0"}
     for receiver in receivers:
         message = await receiver.receive()
         assert message.rows is None
-        assert message.header.error_msg == "no picture at all"
+        assert message.header.error_msg == "mm_items[1]: no picture at all"
         assert message.header.error_code == 400
         assert message.header.req_id == "a_local_part_0"
     await encoder.is_quiet()
@@ -458,16 +458,21 @@ FAULTS: list[tuple[dict[str, object], str]] = [
     ({"num_parts": 1.0}, "num_parts"),
     ({"part_idx": 1}, "part_idx"),
     ({"part_idx": False}, "part_idx"),
-    ({"hashes": {"a": 1}}, "hashes"),
-    ({"embedding_port": 0}, "port"),
-    ({"embedding_port": 70000}, "port"),
-    ({"embedding_port": True}, "embedding_port"),
-    ({"embedding_port": []}, "embedding_port"),
-    ({"embedding_port": "5000"}, "embedding_port"),
-    ({"embedding_port": 5000, "prefill_host": None}, "prefill_host"),
-    ({"embedding_port": 5000, "prefill_host": "a b;ipc:///tmp/x"}, "host"),
-    ({"embedding_port": 5000, "prefill_host": "fe80::1%a;b"}, "host"),
-    ({"embedding_port": 5000, "prefill_host": "::1]:80"}, "host"),
+    ({"num_parts": 65537}, "num_parts is 65537, allowed is a whole number, 1 to 65536"),
+    ({"hashes": {"a": 1}}, "hashes is an object with 1 field, allowed"),
+    ({"embedding_port": 0}, "embedding_port is 0, allowed is a port, 1 to 65535"),
+    ({"embedding_port": 70000}, "embedding_port is 70000, allowed is a port, 1 to 65535"),
+    ({"embedding_port": [5000, 70000]}, "embedding_port[1] is 70000, allowed"),
+    ({"embedding_port": True}, "embedding_port is true, allowed"),
+    ({"embedding_port": []}, "embedding_port is [], allowed"),
+    ({"embedding_port": "5000"}, 'embedding_port is "5000", allowed'),
+    ({"embedding_port": 5000, "prefill_host": None}, "prefill_host is missing, allowed"),
+    ({"embedding_port": 5000, "prefill_host": 7}, "prefill_host is 7, allowed"),
+    ({"embedding_port": 5000, "prefill_host": "a b;ipc:///tmp/x"}, 'prefill_host is "a b;ipc'),
+    ({"embedding_port": 5000, "prefill_host": "fe80::1%a;b"}, "prefill_host is "),
+    ({"embedding_port": 5000, "prefill_host": "::1]:80"}, "prefill_host is "),
+    ({"embedding_port": 5000, "prefill_host": "999.1.1.1"}, 'prefill_host is "999.1.1.1", allowed'),
+    ({"embedding_port": [5000], "prefill_host": "127.1"}, 'prefill_host is "127.1", allowed'),
 ]
 
 
@@ -549,16 +554,30 @@ async def test_limits_are_told_with_503(open_encoder: Opener, receivers: list[Re
 
 async def test_only_networks_that_are_allowed(open_encoder: Opener, receivers: list[Receiver]) -> None:
     encoder = await open_encoder(receiver_networks=("10.0.0.0/8", "fd00::/8"))
-    assert (await encoder.post("/scheduler_receive_url", registration(receivers[0])))[0] == 400
+    status, answer = await encoder.post("/scheduler_receive_url", registration(receivers[0]))
+    assert status == 400
+    assert 'receive_url is "127.0.0.1", allowed is an address of the networks' in answer["message"]
+    assert "10.0.0.0/8, fd00::/8 (receiver_networks)" in answer["message"]
     call = part(url_of(**IMAGE), embedding_port=5000, prefill_host="localhost")
-    assert (await encoder.post("/encode", call))[0] == 400
+    status, answer = await encoder.post("/encode", call)
+    assert status == 400
+    assert 'prefill_host is "localhost", allowed is an address' in answer["message"]
+
+
+async def test_little_is_echoed_of_whatever_is_sent(open_encoder: Opener) -> None:
+    encoder = await open_encoder()
+    for name in ("req_id", "num_parts", "modality", "mm_items", "embedding_port", "prefill_host", "hashes"):
+        change = {"embedding_port": 5000} | {name: {"x" * 9000: "y"} if name == "hashes" else "?" * 9000}
+        async with encoder.session.post(encoder.url + "/encode", json=part([url_of(**IMAGE)]) | change) as response:
+            assert response.status == 400
+            assert len(await response.read()) < 1000
 
 
 async def test_a_model_without_the_tower(open_encoder: Opener) -> None:
     encoder = await open_encoder(FakeDesk(modalities=(Modality.IMAGE,)))
     status, answer = await encoder.post("/encode", part(url_of(rows=5), modality="AUDIO"))
     assert status == 400
-    assert "audio" in answer["message"]
+    assert "modality is AUDIO, allowed is what this model encodes: IMAGE" in answer["message"]
 
 
 async def test_large_bodies_pass_the_framework(open_encoder: Opener, receivers: list[Receiver]) -> None:

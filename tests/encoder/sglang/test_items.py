@@ -67,7 +67,7 @@ def test_order_and_nesting() -> None:
         (Modality.VIDEO, {"fps": 2, "max_frames": 8, "max_tokens_per_frame": 5}, MediaOptions(fps=2, max_frames=8)),
         (Modality.VIDEO, {"preprocess_kwargs": {"fps": 4, "x": 1}, "detail": "low"}, MediaOptions(fps=4)),
         (Modality.VIDEO, {"preprocess_kwargs": {"fps": 4}, "fps": 1.5}, MediaOptions(fps=1.5)),
-        (Modality.VIDEO, {"preprocess_kwargs": 7}, MediaOptions()),
+        (Modality.VIDEO, {"preprocess_kwargs": None}, MediaOptions()),
         (Modality.AUDIO, {"fps": 2, "detail": "low"}, MediaOptions()),
     ],
 )
@@ -81,22 +81,53 @@ def test_options(modality: Modality, raw: dict[str, object], options: MediaOptio
     [
         ([], "empty"),
         (None, "empty"),
-        ([5], r"mm_items\[0\]: an item is int"),
+        ([5], r"mm_items\[0\]: an item is 5, allowed is a string"),
         ([True], r"mm_items\[0\]"),
         (["data:,x", {"no_url": 1}], r"mm_items\[1\]: an item is an object without a url"),
-        ([{"url": None}], "without a url"),
+        ([{"url": None}], "url is null, allowed is a string"),
         (["  "], "empty string"),
-        (["relative/cat.png"], "neither a URL"),
-        (["what is this?"], "neither a URL"),
-        ([{"url": "data:,x", "detail": "medium"}], "detail"),
-        ([{"url": "data:,x", "max_pixels": "many"}], "int"),
-        ([{"url": "data:,x", "content_hash": "md5:1"}], "content_hash"),
-        ([{"url": "data:,x", "content_hash": 5}], "content_hash"),
+        (["relative/cat.png"], r'the item is "relative/cat.png", none of what is allowed: a URL, base64'),
+        (["what is this?"], "none of what is allowed"),
+        (["/etc/passwd"], r'the item is "/etc/passwd", a path with no known ending, which is not allowed'),
+        (["//etc/passwd"], "a path with no known ending, which is not allowed"),
+        (["/home/a/" + "long" * 40], "a path with no known ending, which is not allowed"),
+        ([{"url": "data:,x", "detail": "medium"}], 'detail is "medium", allowed is "auto", "low", "high"'),
+        ([{"url": "data:,x", "detail": 5}], 'detail is 5, allowed is "auto", "low", "high"'),
+        ([{"url": "data:,x", "max_pixels": "many"}], 'max_pixels is "many", allowed is a whole number'),
+        ([{"url": "data:,x", "max_pixels": 10**400}], "max_pixels is a number too large to show, allowed"),
+        ([{"url": "data:,x", "max_pixels": 10**50}], "max_pixels is 1"),
+        ([{"url": "data:,x", "content_hash": "md5:1"}], 'content_hash is "md5:1", allowed is sha256: and 64'),
+        ([{"url": "data:,x", "content_hash": 5}], "content_hash is 5, allowed"),
+        ([{"url": "data:,x", "preprocess_kwargs": 5}], "preprocess_kwargs is 5, allowed is an object"),
     ],
 )
 def test_what_is_refused(raw: object, words: str) -> None:
     with pytest.raises(BadRequest, match=words):
         read_items(raw, Modality.IMAGE, max_items=10)
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"fps": "2"}, 'fps is "2", allowed is a number'),
+        ({"fps": 10**300}, "fps is a number too large to show, allowed is a smaller number"),
+        ({"use_audio": 1}, "use_audio is 1, allowed is true or false"),
+        ({"preprocess_kwargs": {"num_frames": 2.5}}, "num_frames is 2.5, allowed is a whole number"),
+        ({"fps": 1e9}, "fps is 1000000000.0, allowed is 0"),
+    ],
+)
+def test_options_are_refused_with_what_is_allowed(option: dict[str, object], words: str) -> None:
+    with pytest.raises(BadRequest, match=words) as refused:
+        read_items(["data:,x", {"url": "data:,x"} | option], Modality.VIDEO, max_items=10)
+    assert refused.value.message.startswith("mm_items[1]: ")
+    assert len(refused.value.message) < 500
+
+
+def test_base64_may_begin_with_a_slash() -> None:
+    for head in (JPEG[:4], b"\xff\xfb\x90\x64", b"\xff\xe3\x18\xc4", b"\xff\xf1\x50\x80"):
+        text = base64.b64encode(head + bytes(200)).decode()
+        assert text.startswith("/")
+        assert read_items(text, Modality.AUDIO, max_items=1)[0].source.url == f"data:;base64,{text}"
 
 
 def test_hashes_are_of_pictures_only() -> None:

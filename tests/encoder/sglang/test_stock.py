@@ -219,7 +219,7 @@ async def test_a_failure_reaches_the_client_with_its_words(stock: Stock, open_en
     )
     good = Ask("good").image(DOG)
     failed, served = await schedule(stock, [encoder], bad, good)
-    assert failed == {"status": "aborted", "message": "a cat of no format", "code": 400}
+    assert failed == {"status": "aborted", "message": "mm_items[1]: a cat of no format", "code": 400}
     assert served == good.answer
     await encoder.is_quiet()
 
