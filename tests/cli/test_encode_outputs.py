@@ -1,4 +1,7 @@
-"""One packed file, a file per input, and shards: what they hold, what is done again, and what is not."""
+"""One packed file, a file per input, and shards: what they hold, what is done again, and what is not.
+
+Long, because most of it holds for all three and is asked of each.
+"""
 
 import fcntl
 import json

@@ -1,4 +1,5 @@
 """The receiving half of a stock language-only server, from the real wheel: a program of its own, started by tests.
+Long, because it is one file that runs without this repository's packages.
 
     python sglang_stock.py DIRECTORY {scheduler,tokenizer} NUM_RANKS TOKEN_IDS
 

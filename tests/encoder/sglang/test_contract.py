@@ -1,4 +1,7 @@
-"""The dialect as a language-only server sees it, told by receivers written from the protocol's description alone."""
+"""The dialect as a language-only server sees it, told by receivers written from the protocol's description alone.
+
+Long, because every rule of the protocol has its case, and all of them share one front and one receiver.
+"""
 
 import asyncio
 import hashlib
