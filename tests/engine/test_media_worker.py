@@ -22,7 +22,7 @@ from epd.transport.memory import MemoryNetwork
 from epd.transport.sockets import WorkerChannel, WorkerEndpoint
 from epd.types import Abort, FinishReason, GenerateRequest, MediaSpan, Role, Submit, ToWorker
 from tests.engine.conftest import Checkpoint, make_request
-from tests.engine.test_worker import FAR_UNIX_S, PATIENCE_S, Client, config
+from tests.engine.test_worker import FAR_S, PATIENCE_S, Client, config
 
 WIDTH = 64
 NUM_ROWS = 400
@@ -101,7 +101,7 @@ def asked(request_id: str, *refs: EmbeddingRef) -> GenerateRequest:
         spans=tuple(spans),
         embeddings=refs,
         ignore_eos=True,
-        deadline_unix_s=FAR_UNIX_S,
+        deadline_unix_s=time.time() + FAR_S,
     )
 
 
