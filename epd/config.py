@@ -47,6 +47,8 @@ class EngineConfig:
     weights: WeightStorage | None = None
     qkv_layout: QkvLayout = "auto"
     threads: int = 1
+    # How attention over pages is computed, see `epd.kernels.backends`; "auto" takes the fastest there is here.
+    attention: str = "auto"
     page_size: int = 16
     kv_budget_bytes: int = 256 << 20
     expected_sequence_tokens: int = 2048

@@ -14,8 +14,7 @@ from encoder.types import EmbeddingRef
 from epd.engine.handoff import KvMover
 from epd.engine.plan import NOT_FINITE, Failure, SequenceStep, StepOutcome, StepPlan, StepResult, embedding_lost
 from epd.engine.sampler import SampledToken, SampleRow, sample
-from epd.kernels.base import PagedSequence
-from epd.kernels.reference import PagedAttention
+from epd.kernels.base import AttentionBackend, PagedSequence
 from epd.kv.storage import KvStorage
 from epd.model.embed import EmbeddingSpan, merge_embeddings
 from epd.model.hybrid import HybridModel
@@ -38,15 +37,16 @@ class Runner:
         storage: KvStorage,
         mover: KvMover,
         embeddings: EmbeddingReader,
+        attention: AttentionBackend,
         *,
         num_token_ids: int | None = None,
     ) -> None:
         """`num_token_ids`: token ids from there on are never sampled; None for a model without a tokenizer."""
         self._model = model
         self._num_token_ids = num_token_ids
-        self._storage = storage
         self._mover = mover
         self._embeddings = embeddings
+        self._attention = attention
         self._device = storage.device
 
     @torch.inference_mode()
@@ -80,9 +80,7 @@ class Runner:
             (chunk_rows if step.sample is None else sampled_rows).append(len(token_ids) - 1)
         positions_T = torch.cat([torch.arange(step.start, step.stop) for step in steps]).to(self._device)
         hidden_TD = merge_embeddings(self._model.embed(self._index(token_ids)), spans)
-        attention = PagedAttention(
-            [self._paged(step) for step in steps], self._storage, page_size=self._storage.layout.page_size
-        )
+        attention = self._attention.context([self._paged(step) for step in steps])
         hidden_TD = self._model(hidden_TD, positions_T, attention)
         samples = [step.sample for step in steps if step.sample is not None]
         tokens = iter(self._sample(hidden_TD, sampled_rows, samples))

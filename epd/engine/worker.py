@@ -23,6 +23,7 @@ from epd.engine.row_source import HostSource
 from epd.engine.runner import Runner
 from epd.engine.scheduler import Scheduler, SchedulerConfig
 from epd.engine.tokens import count_token_ids
+from epd.kernels.backends import make_backend
 from epd.kv.dual import DualPool
 from epd.kv.errors import PoolTooSmall
 from epd.kv.layout import KvLayout, PoolPlan, plan_pools
@@ -167,6 +168,7 @@ def build_engine(
             storage,
             mover,
             feed,
+            make_backend(config.attention, storage, page_size=config.page_size, device_type=device.type),
             num_token_ids=count_token_ids(config.model_dir),
         ),
         mover=mover,

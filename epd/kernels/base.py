@@ -10,6 +10,7 @@ V value width; P tokens per page.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -87,3 +88,16 @@ class PagedSequence:
     window_pages: Tensor
     window_start_page: int = 0
     write_full: bool = True
+
+
+class AttentionBackend(Protocol):
+    """One way of attending over paged keys and values; made once per worker by `epd.kernels.backends.make_backend`."""
+
+    @property
+    def name(self) -> str:
+        """As in `engine.attention`."""
+        ...
+
+    def context(self, sequences: Sequence[PagedSequence]) -> AttentionContext:
+        """One forward over these sequences, whose new tokens lie one sequence after the other."""
+        ...
