@@ -103,9 +103,9 @@ def embedding_lost(error: EmbeddingLost) -> Failure:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """`token` is None when nothing was to be sampled. With `failure` the step's KV is not to be trusted."""
+    """`tokens` is empty when nothing was to be sampled. With `failure` the step's KV is not to be trusted."""
 
-    token: SampledToken | None = None
+    tokens: tuple[SampledToken, ...] = ()
     failure: Failure | None = None
 
 

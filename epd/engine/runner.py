@@ -120,4 +120,4 @@ def _outcome(step: SequenceStep, computed: SampledToken | bool | None) -> StepOu
     if computed is None or computed is False:
         message = f"the model gave numbers that are not finite after {step.stop} tokens"
         return StepOutcome(failure=Failure(status=500, code=NOT_FINITE, message=message))
-    return StepOutcome(token=None if computed is True else computed)
+    return StepOutcome(() if computed is True else (computed,))

@@ -173,7 +173,7 @@ def test_wrong_kv_leaves_the_tree_while_others_lease_it(checkpoint: Checkpoint, 
     bench.run()
     bench.submit(make_request("running", [*PROMPT, 1, 2], max_tokens=200, ignore_eos=True))
     bench.step()
-    storage = bench.engine.loop._runner._storage
+    storage = bench.engine.loop._mover._storage
     page = bench.engine.scheduler._roster.running["running"].page_table().full_pages[2]
     layer = storage.full_layer_indices[0]
     sound = storage.values(layer)[page].clone()

@@ -104,7 +104,7 @@ def test_the_answer_is_the_same_over_two_workers(
 
 def test_what_was_never_written_is_never_read(checkpoint: Checkpoint, pair: Pair) -> None:
     for bench in (pair.prefill, pair.decode):
-        storage = bench.engine.loop._runner._storage
+        storage = bench.engine.loop._mover._storage
         for layer in (*storage.full_layer_indices, *storage.window_layer_indices):
             storage.keys(layer).fill_(float("nan"))
             storage.values(layer).fill_(float("nan"))
