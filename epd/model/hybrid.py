@@ -107,15 +107,29 @@ class HybridModel(nn.Module):
         router_stats: RouterStats | None = None,
     ) -> Tensor:
         """Return the hidden states after the last norm, [T, D], from embeddings and positions (integer [T])."""
+        layers = range(self.config.num_layers)
+        hidden_TD = self.run_layers(layers, hidden_TD, positions_T, attention, router_stats=router_stats)
+        normed: Tensor = self.norm(hidden_TD)
+        return normed
+
+    def run_layers(
+        self,
+        layers: range,
+        hidden_TD: Tensor,
+        positions_T: Tensor,
+        attention: AttentionContext,
+        *,
+        router_stats: RouterStats | None = None,
+    ) -> Tensor:
+        """Return the hidden states [T, D] after these of the trunk's layers, not normed; `forward` runs them all."""
         tables: dict[tuple[float, int], Rotation] = {}
-        for layer in self.config.layers:
+        for index in layers:
+            layer = self.config.layers[index]
             key = layer.rope_theta, layer.rotary_dim
             if key not in tables:
                 tables[key] = rotation(positions_T, theta=layer.rope_theta, rotary_dim=layer.rotary_dim)
-        for layer, block in zip(self.config.layers, self.layers, strict=True):
-            hidden_TD = block(hidden_TD, tables[layer.rope_theta, layer.rotary_dim], attention, router_stats)
-        normed: Tensor = self.norm(hidden_TD)
-        return normed
+            hidden_TD = self.layers[index](hidden_TD, tables[key], attention, router_stats)
+        return hidden_TD
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Return fp32 [T, vocabulary] from normed hidden states, the trunk's or a draft head's."""
