@@ -3,55 +3,88 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from epd.cache.prefix import PrefixCache
+    from epd.cache.retention import RetentionPolicy
+    from epd.cache.sequence_pages import SequencePages
+    from epd.engine.healing import resume
+    from epd.engine.trial import EngineTrial, TrialFailed
     from epd.engine.worker import REFUSALS, EngineThread, run_worker
     from epd.gateway.app import create_app, start_gateway
     from epd.gateway.process import fetch_limits, run_gateway
     from epd.gateway.render import Renderer
-    from epd.kv.layout import KvLayout
+    from epd.kv.dual import DualPool
+    from epd.kv.errors import NoPages, PoolTooSmall
+    from epd.kv.layout import KvLayout, plan_pools
     from epd.model.checkpoint import Findings, Inspection, inspect_checkpoint
+    from epd.model.config import TextConfig
     from epd.model.config_ranges import MAX_MTP_LAYERS
     from epd.model.gguf.checkpoint import import_gguf
     from epd.model.gguf.errors import CacheError, GgufError
+    from epd.model.random_checkpoint import write_random_checkpoint
     from epd.transport.memory import MemoryNetwork
 
 __all__ = [
     "MAX_MTP_LAYERS",
     "REFUSALS",
     "CacheError",
+    "DualPool",
     "EngineThread",
+    "EngineTrial",
     "Findings",
     "GgufError",
     "Inspection",
     "KvLayout",
     "MemoryNetwork",
+    "NoPages",
+    "PoolTooSmall",
+    "PrefixCache",
     "Renderer",
+    "RetentionPolicy",
+    "SequencePages",
+    "TextConfig",
+    "TrialFailed",
     "create_app",
     "fetch_limits",
     "import_gguf",
     "inspect_checkpoint",
+    "plan_pools",
+    "resume",
     "run_gateway",
     "run_worker",
     "start_gateway",
+    "write_random_checkpoint",
 ]
 
 _HOMES = {
     "MAX_MTP_LAYERS": "epd.model.config_ranges",
     "REFUSALS": "epd.engine.worker",
     "CacheError": "epd.model.gguf.errors",
+    "DualPool": "epd.kv.dual",
     "EngineThread": "epd.engine.worker",
+    "EngineTrial": "epd.engine.trial",
     "Findings": "epd.model.checkpoint",
     "GgufError": "epd.model.gguf.errors",
     "Inspection": "epd.model.checkpoint",
     "KvLayout": "epd.kv.layout",
     "MemoryNetwork": "epd.transport.memory",
+    "NoPages": "epd.kv.errors",
+    "PoolTooSmall": "epd.kv.errors",
+    "PrefixCache": "epd.cache.prefix",
     "Renderer": "epd.gateway.render",
+    "RetentionPolicy": "epd.cache.retention",
+    "SequencePages": "epd.cache.sequence_pages",
+    "TextConfig": "epd.model.config",
+    "TrialFailed": "epd.engine.trial",
     "create_app": "epd.gateway.app",
     "fetch_limits": "epd.gateway.process",
     "import_gguf": "epd.model.gguf.checkpoint",
     "inspect_checkpoint": "epd.model.checkpoint",
+    "plan_pools": "epd.kv.layout",
+    "resume": "epd.engine.healing",
     "run_gateway": "epd.gateway.process",
     "run_worker": "epd.engine.worker",
     "start_gateway": "epd.gateway.app",
+    "write_random_checkpoint": "epd.model.random_checkpoint",
 }
 
 
