@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from epd.cache.audit import audit
-from epd.cache.ledger import TailKeepingLru, TreeLedger, VictimPolicy
+from epd.cache.ledger import TreeLedger
 from epd.cache.radix import Walk
 from epd.cache.retention import RetentionPolicy
 from epd.cache.sequence_pages import SequencePages
+from epd.cache.victims import VictimPolicy, make_policy
 from epd.cache.window import num_window_pages, window_floor
 from epd.kv.dual import DualPool
 from epd.kv.pages import PagePool
@@ -89,7 +90,15 @@ class PrefixCache:
         self._ledger = TreeLedger(
             pool,
             window_pages=self.window_pages,
-            policy=policy or TailKeepingLru(self.window_pages, tail_pages=retention.tail_pages),
+            policy=policy
+            or make_policy(
+                "marginal",
+                window_pages=self.window_pages,
+                tail_pages=retention.tail_pages,
+                page_size=page_size,
+                num_window_pages=pool.window.num_pages,
+                heal_tokens=0,
+            ),
         )
         self._sequences: set[SequencePages] = set()
         self._num_lookup_tokens = 0
@@ -104,15 +113,23 @@ class PrefixCache:
         walk = self._walk(keys, num_tokens)
         return PrefixHit(walk.usable_pages * self.page_size, walk.num_pages * self.page_size)
 
-    def fits(self, num_full: int, num_window: int, *, keys: Sequence[bytes] = (), num_tokens: int = 0) -> bool:
+    def fits(
+        self,
+        num_full: int,
+        num_window: int,
+        *,
+        keys: Sequence[bytes] = (),
+        num_tokens: int = 0,
+        full_only: bool = False,
+    ) -> bool:
         """Whether so many pages could be had now, evicting if need be. Changes nothing.
 
-        With `keys` and `num_tokens`, pages that begin(keys, num_tokens) would pin do not count as evictable. Without
-        window layers no sequence ever takes a window page, so `num_window` counts for nothing.
+        With `keys` and `num_tokens`, pages that begin(keys, num_tokens, full_only=full_only) would pin do not count as
+        evictable. Without window layers no sequence ever takes a window page, so `num_window` counts for nothing.
         """
         ledger, pool = self._ledger, self._pool
         num_window = num_window if self.window_pages else 0
-        pinned_full, pinned_window = self._would_pin(keys, num_tokens)
+        pinned_full, pinned_window = self._would_pin(keys, num_tokens, full_only=full_only)
         return (
             num_full <= pool.full.num_free + ledger.num_evictable_full - pinned_full
             and num_window <= pool.window.num_free + ledger.num_evictable_window - pinned_window
@@ -132,6 +149,7 @@ class PrefixCache:
         without any window: the caller writes the windows itself, after `extend(..., window_start=...)`.
         """
         limit = num_tokens if max_cached_tokens is None else min(num_tokens, max_cached_tokens + 1)
+        self._ledger.num_lookups += 1
         walk = self._walk(keys, limit)
         pages = SequencePages(
             self._ledger,
@@ -188,10 +206,10 @@ class PrefixCache:
         stop = min(len(keys), max(0, num_tokens - 1) // self.page_size) if self.enabled else 0
         return self._ledger.tree.walk(keys, stop=stop, window_pages=self.window_pages)
 
-    def _would_pin(self, keys: Sequence[bytes], num_tokens: int) -> tuple[int, int]:
+    def _would_pin(self, keys: Sequence[bytes], num_tokens: int, *, full_only: bool) -> tuple[int, int]:
         walk = self._walk(keys, num_tokens)
-        num_pages, num_full, num_window = walk.usable_pages, 0, 0
-        floor = window_floor(num_pages, self.window_pages)
+        num_pages, num_full, num_window = walk.num_pages if full_only else walk.usable_pages, 0, 0
+        floor = num_pages if full_only else window_floor(num_pages, self.window_pages)
         for node in self._ledger.tree.upwards(walk.node):
             if node.start >= num_pages:
                 continue
