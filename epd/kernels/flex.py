@@ -1,0 +1,289 @@
+"""The backend "flex": `flex_attention` over the pages where they are, by a block mask made of the page tables.
+
+Keys and values are not gathered: a block of the mask is a page, and a mask function turns places in the pool back into
+positions. Sinks come in afterwards, through the log-sum-exp that the kernel returns. On CUDA the kernel is compiled;
+on a CPU it runs uncompiled, over the pages in use, which is for checking and not for speed. Written for CUDA; so far it
+has run on CPUs alone.
+
+Shape letters: T new tokens; B sequences; M pages of the pool; C chunks of a read; Q queries of a chunk; N query heads;
+K KV heads; H query/key width; V value width; P tokens per page; J pages that a chunk sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+
+from epd.kernels.base import AttentionSpec, KvStorage, PagedSequence
+from epd.kernels.cuda_decode import DecodeRow, DecodeTables, StaticDecode
+from epd.kernels.cuda_plan import DecodePlan, ForwardPlan, PageTables, Plan, Read, ReadLimits, store
+
+# Queries of a block of the mask. Where the kernel is compiled, chunks of more than one query are padded to it: it meets
+# two query counts and no others.
+_QUERY_BLOCK = 128
+_COMPILED_LIMITS = ReadLimits(max_queries=_QUERY_BLOCK, max_scores=1 << 26, pads_queries=True)
+_PLAIN_LIMITS = ReadLimits(max_queries=_QUERY_BLOCK, max_scores=1 << 20)
+# What Triton's matrix product takes.
+_MIN_PAGE = 16
+# Forms of the kernel: window or not, one query or a block of them, geometries, and torch's own cases of one row or page.
+_MAX_FORMS = 64
+
+Kernel = Callable[..., tuple[Tensor, Any]]
+
+
+def compile_obstacle(storage: KvStorage, *, page_size: int, device: torch.device) -> str | None:
+    """Why the compiled kernel cannot serve this storage, None where it can: tries it once for each kind of layer."""
+    if page_size < _MIN_PAGE or page_size & (page_size - 1):
+        return f"pages of {page_size} tokens; the compiled kernel takes powers of two from {_MIN_PAGE} on"
+    backend = FlexBackend(storage, page_size=page_size)
+    for keys, values in _kinds(storage):
+        num_kv_heads, qk_dim, v_dim = keys.shape[2], keys.shape[3], values.shape[3]
+        spec = AttentionSpec(0, None, num_kv_heads, num_kv_heads, qk_dim, v_dim, 1.0)
+        page = torch.zeros(1, dtype=torch.int64, device=device)
+        scratch = _OneLayer(torch.zeros_like(keys[:1]), torch.zeros_like(values[:1]))
+        plan = ForwardPlan([PagedSequence(1, 0, page, page)], page_size=page_size, limits=_COMPILED_LIMITS)
+        q_TNH, v_TKV = keys.new_zeros(1, num_kv_heads, qk_dim), keys.new_zeros(1, num_kv_heads, v_dim)
+        try:
+            FlexContext(plan, scratch, backend.kernel, page_size=page_size).attend(spec, q_TNH, q_TNH, v_TKV, None)
+        except (RuntimeError, NotImplementedError, ImportError) as error:
+            return f"flex_attention does not compile here: {' '.join(str(error).split())[:300]}"
+    return None
+
+
+class FlexBackend:
+    """See the module. One per worker."""
+
+    name = "flex"
+
+    def __init__(self, storage: KvStorage, *, page_size: int) -> None:
+        self._storage = storage
+        self._page_size = page_size
+        is_cuda = storage.keys(0).device.type == "cuda"
+        self.kernel: Kernel = _compiled() if is_cuda else _uncompiled
+        self._limits = _COMPILED_LIMITS if is_cuda else _PLAIN_LIMITS
+
+    def context(self, sequences: Sequence[PagedSequence]) -> FlexContext:
+        """See `AttentionBackend`."""
+        plan = ForwardPlan(sequences, page_size=self._page_size, limits=self._limits)
+        return FlexContext(plan, self._storage, self.kernel, page_size=self._page_size)
+
+    def static_decode(self, tables: DecodeTables) -> StaticDecode:
+        """See `StaticDecodeBackend`: all of the plan is tensors, there is nothing to prepare on the host."""
+        return _FlexDecode(self._storage, self.kernel, tables, page_size=self._page_size)
+
+
+class _FlexDecode:
+    def __init__(self, storage: KvStorage, kernel: Kernel, tables: DecodeTables, *, page_size: int) -> None:
+        self._storage, self._kernel, self._tables, self._page_size = storage, kernel, tables, page_size
+
+    def prepare(self, rows_B: Sequence[DecodeRow]) -> None:
+        pass
+
+    def context(self) -> FlexContext:
+        plan = DecodePlan(self._tables.pages, self._tables.position, page_size=self._page_size)
+        return FlexContext(plan, self._storage, self._kernel, page_size=self._page_size)
+
+
+class _OneLayer:
+    """Pages of one layer, for a trial."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self._keys, self._values = keys, values
+
+    def keys(self, layer_index: int) -> Tensor:
+        return self._keys
+
+    def values(self, layer_index: int) -> Tensor:
+        return self._values
+
+
+class _Pages:
+    """The pages of one pool that a forward touches, and which logical page of which sequence each of them holds.
+
+    Compiled, the pages are those of the pool. Uncompiled, the kernel multiplies by every page it is given, so that it
+    is given those in use: `chosen` lists them, and pages are counted by their place in that list.
+    """
+
+    def __init__(self, tables: PageTables, last_page_B: Tensor, num_pages: int, *, is_window: bool, pick: bool) -> None:
+        row_BJ = tables.window if is_window else tables.full
+        first_B = tables.window_start if is_window else torch.zeros_like(last_page_B)
+        logical_BJ = first_B[:, None] + torch.arange(row_BJ.shape[1], device=row_BJ.device)
+        held_BJ = logical_BJ <= last_page_B[:, None]
+        self.chosen: Tensor | None = None
+        if pick:
+            self.chosen = torch.unique(row_BJ[held_BJ])
+            self._place = torch.zeros(num_pages, dtype=torch.int64, device=row_BJ.device)
+            self._place[self.chosen] = torch.arange(self.chosen.shape[0], device=row_BJ.device)
+            num_pages = self.chosen.shape[0]
+        self.num_pages = num_pages
+        # One column more than there are pages takes what rows hold beyond their end.
+        place_BJ = torch.where(held_BJ, self.place(row_BJ), num_pages)
+        nothing_BM = torch.full((row_BJ.shape[0], num_pages + 1), -1, dtype=torch.int64, device=row_BJ.device)
+        self.logical_BM = nothing_BM.scatter(1, place_BJ, logical_BJ)
+
+    def place(self, pages: Tensor) -> Tensor:
+        """Return where these pages are among those the kernel is given."""
+        return pages if self.chosen is None else self._place[pages]
+
+    def rows(self, pages: Tensor) -> Tensor:
+        """Return [1, K, places, D] of a layer's pages [num_pages, P, K, D]."""
+        given = pages if self.chosen is None else pages.index_select(0, self.chosen)
+        return given.view(1, -1, *pages.shape[2:]).transpose(1, 2)
+
+
+class FlexContext:
+    """One forward's attention; see `AttentionContext`."""
+
+    def __init__(self, plan: Plan, storage: KvStorage, kernel: Kernel, *, page_size: int) -> None:
+        self._plan = plan
+        self._storage = storage
+        self._kernel = kernel
+        self._page_size = page_size
+        self._pages: dict[bool, _Pages] = {}
+        self._masks: dict[int | None, list[flex.BlockMask]] = {}
+
+    @torch.no_grad()
+    def attend(self, spec: AttentionSpec, q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor, sink_N: Tensor | None) -> Tensor:
+        """Return [T, N, V] in the dtype of `q_TNH`; T must be the sum of the sequences' new tokens."""
+        if q_TNH.shape[0] != self._plan.num_rows:
+            raise ValueError(f"{q_TNH.shape[0]} query rows for sequences of {self._plan.num_rows} new tokens together")
+        keys, values = self._storage.keys(spec.index), self._storage.values(spec.index)
+        reads = self._plan.reads(spec.window_left)
+        write = self._plan.write(is_window=spec.is_window)
+        store(keys, k_TKH, write)
+        store(values, v_TKV, write)
+        self._clean_tails(values, is_window=spec.is_window)
+        pages = self._pages_of(keys.shape[0], is_window=spec.is_window)
+        # A worker stores what it computes in; with other dtypes this copies the pages.
+        k_1KSH, v_1KSV = pages.rows(keys).to(q_TNH.dtype), pages.rows(values).to(q_TNH.dtype)
+        out_TNV = q_TNH.new_empty((*q_TNH.shape[:2], spec.v_dim))
+        for read, mask in zip(reads, self._masks_of(spec.window_left, pages), strict=True):
+            rows_CQNH = q_TNH if read.rows is None else q_TNH[read.rows]
+            q_CNQH = rows_CQNH.view(read.num_chunks, read.num_queries, *q_TNH.shape[1:]).transpose(1, 2)
+            out_CNQV, aux = self._kernel(
+                q_CNQH,
+                k_1KSH,
+                v_1KSV,
+                block_mask=mask,
+                scale=spec.scale,
+                enable_gqa=spec.num_heads != spec.num_kv_heads,
+                return_aux=flex.AuxRequest(lse=True),
+            )
+            if sink_N is not None:
+                out_CNQV = out_CNQV * sink_share(aux.lse, sink_N[:, None])[..., None]
+            out_CQNV = out_CNQV.to(q_TNH.dtype).transpose(1, 2)
+            if read.rows is None:
+                return out_CQNV.flatten(0, 1)
+            # A repeated query writes what it wrote before.
+            out_TNV[read.rows] = out_CQNV
+        return out_TNV
+
+    def _clean_tails(self, values: Tensor, *, is_window: bool) -> None:
+        """Make finite what the newest pages hold beyond the newest tokens: the kernel weighs it with zero."""
+        last_B = self._plan.last_position()
+        sequence_B = torch.arange(last_B.shape[0], device=last_B.device)
+        page_B = self._plan.tables.pages(sequence_B, last_B // self._page_size, is_window=is_window)
+        is_tail_BP = torch.arange(self._page_size, device=last_B.device) > (last_B % self._page_size)[:, None]
+        page_BPKV = values.index_select(0, page_B)
+        finite_BPKV = page_BPKV.nan_to_num(posinf=0.0, neginf=0.0)
+        values.index_copy_(0, page_B, torch.where(is_tail_BP[:, :, None, None], finite_BPKV, page_BPKV))
+
+    def _pages_of(self, num_pages: int, *, is_window: bool) -> _Pages:
+        if is_window not in self._pages:
+            last_page_B = self._plan.last_position() // self._page_size
+            pick = last_page_B.device.type == "cpu"
+            self._pages[is_window] = _Pages(self._plan.tables, last_page_B, num_pages, is_window=is_window, pick=pick)
+        return self._pages[is_window]
+
+    def _masks_of(self, window_left: int | None, pages: _Pages) -> list[flex.BlockMask]:
+        if window_left not in self._masks:
+            reads = self._plan.reads(window_left)
+            self._masks[window_left] = [self._mask(read, window_left, pages) for read in reads]
+        return self._masks[window_left]
+
+    def _mask(self, read: Read, window_left: int | None, pages: _Pages) -> flex.BlockMask:
+        """One row of blocks per chunk: the pages from the one of the first key to the one of the last query."""
+        first_C, last_C = read.key_start // self._page_size, read.position[:, -1] // self._page_size
+        logical_CJ = first_C[:, None] + torch.arange((read.num_keys - 2) // self._page_size + 2, device=first_C.device)
+        # The list's end repeats the last page; the count says where it ends.
+        page_CJ = self._plan.tables.pages(
+            read.sequence[:, None], torch.minimum(logical_CJ, last_C[:, None]), is_window=window_left is not None
+        )
+        return flex.BlockMask.from_kv_blocks(
+            (last_C - first_C + 1).to(torch.int32)[:, None, None],
+            pages.place(page_CJ).to(torch.int32)[:, None, None],
+            BLOCK_SIZE=(_QUERY_BLOCK, self._page_size),
+            mask_mod=_visible(read, window_left, pages.logical_BM, self._page_size),
+            seq_lengths=(read.num_queries, pages.num_pages * self._page_size),
+            compute_q_blocks=False,
+        )
+
+
+def sink_share(lse: Tensor, sink: Tensor) -> Tensor:
+    """Return the share of the softmax that keys have beside a sink, from their natural log-sum-exp (broadcast)."""
+    return torch.sigmoid(lse - sink.float())
+
+
+def _visible(
+    read: Read, window_left: int | None, logical_BM: Tensor, page_size: int
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    sequence_C, position_CQ, key_start_C = read.sequence, read.position, read.key_start
+    reach = window_left
+
+    def mask(chunk: Tensor, head: Tensor, query: Tensor, place: Tensor) -> Tensor:
+        logical = logical_BM[sequence_C[chunk], place // page_size]
+        position = logical * page_size + place % page_size
+        distance = position_CQ[chunk, query] - position
+        seen = (logical >= 0) & (distance >= 0) & (position >= key_start_C[chunk])
+        return seen if reach is None else seen & (distance <= reach)
+
+    return mask
+
+
+def _compiled() -> Kernel:
+    # Beyond its limit torch would fall back to the uncompiled form, which stores the scores of all pages; with
+    # `fullgraph` it raises instead.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_FORMS)
+    return cast(Kernel, torch.compile(flex.flex_attention, dynamic=True, fullgraph=True))
+
+
+def _uncompiled(*args: object, **kwargs: object) -> tuple[Tensor, Any]:
+    with _without_compiler():
+        return cast(tuple[Tensor, Any], flex.flex_attention(*args, **kwargs))  # type: ignore[call-overload]
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Torch runs the plain form through its tracer, at seconds per shape, unless told that it is being debugged."""
+    before = flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
+    flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+    try:
+        yield
+    finally:
+        flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = before
+
+
+def _kinds(storage: KvStorage) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pages of one layer of each shape."""
+    seen = set()
+    for keys, values in layers(storage):
+        kind = keys.shape[2:], values.shape[2:]
+        if kind not in seen:
+            seen.add(kind)
+            yield keys, values
+
+
+def layers(storage: KvStorage) -> Iterator[tuple[Tensor, Tensor]]:
+    """Every layer's key and value pages; layers are numbered from 0 without gaps."""
+    index = 0
+    while True:
+        try:
+            yield storage.keys(index), storage.values(index)
+        except KeyError:
+            return
+        index += 1
