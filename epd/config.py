@@ -15,6 +15,9 @@ WeightStorage = Literal["bfloat16", "float32", "keep"]
 # How the rows of fused q, k, v projections lie in the files; "auto" is "interleaved" where they are fused.
 QkvLayout = Literal["auto", "interleaved", "plain"]
 
+# More draft heads than this no published model has.
+MAX_DRAFT_TOKENS = 3
+
 
 def _positive(owner: str, **values: float) -> None:
     for name, value in values.items():
@@ -47,6 +50,11 @@ class EngineConfig:
     weights: WeightStorage | None = None
     qkv_layout: QkvLayout = "auto"
     threads: int = 1
+    # Draft heads of the model that guess the next tokens (multi-token prediction), 0 to 3: answers are the same with any
+    # number. `draft_max_batch_tokens` bounds what a step of decoding sequences computes with its drafts: the more
+    # sequences decode together, the fewer drafts each has, down to none.
+    draft_tokens: int = 0
+    draft_max_batch_tokens: int = 16
     # How attention over pages is computed, see `epd.kernels.backends`; "auto" takes the fastest there is here.
     attention: str = "auto"
     page_size: int = 16
@@ -55,6 +63,8 @@ class EngineConfig:
     chunk_tokens: int = 512
     max_running: int = 16
     max_waiting: int = 256
+    # Prompts with fewer tokens to compute go first, and each second of waiting counts as so many tokens less.
+    waiting_credit_tokens_per_s: float = 2000.0
     prefix_cache: bool = True
     retention_stride_tokens: int = 4096
     dense_retention_tokens: int = 2048
@@ -72,8 +82,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _one_of("engine.weights", self.weights, (None, *get_args(WeightStorage)))
         _one_of("engine.qkv_layout", self.qkv_layout, get_args(QkvLayout))
+        _one_of("engine.draft_tokens", self.draft_tokens, tuple(range(MAX_DRAFT_TOKENS + 1)))
         _positive(
             "engine",
+            draft_max_batch_tokens=self.draft_max_batch_tokens,
             threads=self.threads,
             page_size=self.page_size,
             kv_budget_bytes=self.kv_budget_bytes,
@@ -81,6 +93,7 @@ class EngineConfig:
             chunk_tokens=self.chunk_tokens,
             max_running=self.max_running,
             max_waiting=self.max_waiting,
+            waiting_credit_tokens_per_s=self.waiting_credit_tokens_per_s,
             retention_stride_tokens=self.retention_stride_tokens,
             decode_release_interval_tokens=self.decode_release_interval_tokens,
             peer_timeout_s=self.peer_timeout_s,

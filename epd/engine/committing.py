@@ -6,6 +6,7 @@ dropped as if they had never been computed.
 
 from epd.cache.prefix import PrefixCache
 from epd.engine.clock import Clock
+from epd.engine.handoff import draft_tail
 from epd.engine.plan import NOT_FINITE, KvImport, SequenceStep, StepOutcome, StepPlan, StepResult
 from epd.engine.roster import Roster
 from epd.engine.sampler import SampledToken
@@ -44,6 +45,7 @@ class Committer:
         sequence.num_computed = transfer.num_tokens
         sequence.first_token_s = sequence.admitted_s
         sequence.append(transfer.first_token)
+        sequence.draft_tail = draft_tail(planned.held)
 
     def _commit_step(self, step: SequenceStep, outcome: StepOutcome) -> None:
         sequence, counters = self._roster.running[step.request_id], self._roster.counters
@@ -61,35 +63,67 @@ class Committer:
             counters.healed_tokens += step.stop - step.start
             if sequence.is_healing:
                 return
+            sequence.ring = None
             # Windows further back are not exact in every layer; nobody may find them.
             sequence.pages.extend(step.stop, window_start=self._cache.window_frontier(step.stop))
         elif step.stop < sequence.num_tokens or sequence.num_generated == 0:
             counters.prompt_tokens += step.stop - step.start
-        sequence.pages.commit(step.stop, sequence.chain.keys)
-        for token in outcome.tokens:
-            self._accept(sequence, token)
+        sequence.draft_tail = outcome.tail
+        if outcome.tokens:
+            self._count_drafts(len(step.draft.drafts), len(outcome.tokens) - 1)
+            self._take(sequence, outcome.tokens)
+        else:
+            sequence.pages.commit(step.stop, sequence.chain.keys)
 
-    def _accept(self, sequence: Sequence, token: SampledToken) -> None:
-        """One more output token: send it, or end the answer with it."""
-        self._roster.counters.generated_tokens += 1
+    def _take(self, sequence: Sequence, tokens: tuple[SampledToken, ...]) -> None:
+        """The step's output tokens: publish what they leave behind them, send them, and end the answer or go on."""
+        assert sequence.pages is not None
+        taken, reason = self._until_end(sequence, tokens)
+        sent = taken[:-1] if reason is FinishReason.STOP else taken
+        self._roster.counters.generated_tokens += len(taken)
         if sequence.first_token_s is None:
             sequence.first_token_s = self._clock.monotonic_s()
             self._roster.waiting.renew_like(sequence)
-        sampling = sequence.request.sampling
-        is_eos = token.token_id in self._eos_token_ids and not sampling.ignore_eos
-        if is_eos or token.token_id in sampling.stop_token_ids:
-            self._roster.finish(sequence, FinishReason.STOP, num_unsent=1)
-            return
-        delta = TokenDelta(
-            request_id=sequence.request_id,
-            index=sequence.output_index,
-            token_ids=(token.token_id,),
-            logprobs=() if token.logprob is None else (token.logprob,),
-        )
-        self._roster.reply(sequence.peer, delta)
-        sequence.append(token.token_id)
-        if sequence.output_index >= sampling.max_tokens:
-            self._roster.finish(sequence, FinishReason.LENGTH)
+        index = sequence.output_index
+        for token in sent:
+            sequence.append(token.token_id)
+        # All tokens before the last one taken were computed in this step: they were drafts.
+        sequence.num_computed += len(taken) - 1
+        sequence.pages.commit(sequence.num_computed, sequence.chain.keys)
+        if sent:
+            delta = TokenDelta(
+                request_id=sequence.request_id,
+                index=index,
+                token_ids=tuple(token.token_id for token in sent),
+                logprobs=tuple(token.logprob for token in sent if token.logprob is not None),
+            )
+            self._roster.reply(sequence.peer, delta)
+        if reason is not None:
+            self._roster.finish(sequence, reason, num_unsent=len(taken) - len(sent))
         elif self._role is Role.PREFILL:
             del self._roster.running[sequence.request_id]
             self._roster.handoffs[sequence.request_id] = sequence
+
+    def _until_end(
+        self, sequence: Sequence, tokens: tuple[SampledToken, ...]
+    ) -> tuple[tuple[SampledToken, ...], FinishReason | None]:
+        """The tokens up to the one that ends the answer, and how it does; all of them and None if none does."""
+        sampling = sequence.request.sampling
+        stops = sampling.stop_token_ids if sampling.ignore_eos else {*sampling.stop_token_ids, *self._eos_token_ids}
+        for number, token in enumerate(tokens, start=1):
+            if token.token_id in stops:
+                return tokens[:number], FinishReason.STOP
+            if sequence.output_index + number >= sampling.max_tokens:
+                return tokens[:number], FinishReason.LENGTH
+        return tokens, None
+
+    def _count_drafts(self, num_drafted: int, num_accepted: int) -> None:
+        counters = self._roster.counters
+        counters.drafted_tokens += num_drafted
+        counters.accepted_tokens += num_accepted
+        counters.drafted_tokens_1 += num_drafted >= 1
+        counters.drafted_tokens_2 += num_drafted >= 2
+        counters.drafted_tokens_3 += num_drafted >= 3
+        counters.accepted_tokens_1 += num_accepted >= 1
+        counters.accepted_tokens_2 += num_accepted >= 2
+        counters.accepted_tokens_3 += num_accepted >= 3

@@ -6,8 +6,13 @@
           awaiting --collect---+---lost---> told to the scheduler, which ends them
 
 Who awaits rows holds no pages and blocks nobody.
+
+What a sequence has to compute changes with the cache: less when others publish what it begins with, more when pages are
+evicted. The first is looked at again for those named by `renew_like`, a bounded number at a time; the second when
+a sequence has come to the front, which is where its key was too small.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 
 from encoder.errors import EmbeddingLost
@@ -15,6 +20,9 @@ from epd.engine.feed import RowSupply
 from epd.engine.healing import Outlook
 from epd.engine.queue import WaitingQueue
 from epd.engine.sequence import Sequence
+
+# Lookups per call, so that no step hangs on a long line.
+_MAX_RENEWALS = 64
 
 
 class WaitingLine:
@@ -26,6 +34,7 @@ class WaitingLine:
         self._assess = assess
         self._ready = WaitingQueue(credit_tokens_per_s=credit_tokens_per_s)
         self._awaiting: dict[str, Sequence] = {}
+        self._outdated: dict[str, Sequence] = {}
 
     def __len__(self) -> int:
         return len(self._ready) + len(self._awaiting)
@@ -60,27 +69,45 @@ class WaitingLine:
     def first(self) -> tuple[Sequence, Outlook] | None:
         """The sequence to admit next, and where it starts; it stays in line.
 
-        One that needs rows nobody asked for, because its prefix was evicted meanwhile, goes back to awaiting them.
+        One that has more to do than it was lined up for goes back to where it belongs, and if it needs rows nobody
+        asked for, to awaiting them.
         """
+        self._renew()
         while (sequence := self._ready.first()) is not None:
             outlook = self._assess(sequence)
-            if self._supply.holds(sequence.request_id, sequence.refs_from(outlook.rows_from)):
+            is_renewed = self._ready.num_compute_tokens(sequence.request_id) == outlook.num_compute_tokens
+            if is_renewed and self._is_ready(sequence, outlook):
                 return sequence, outlook
             self._put(sequence, outlook)
         return None
 
+    def behind_first(self, limit: int) -> Iterator[tuple[Sequence, Outlook]]:
+        """Those that may go while there is no room for the first; see `WaitingQueue.behind_first`."""
+        for sequence in self._ready.behind_first(limit):
+            outlook = self._assess(sequence)
+            if self._is_ready(sequence, outlook):
+                yield sequence, outlook
+
     def renew_like(self, published: Sequence) -> None:
         """Prompts that begin like the one just computed have less to compute now."""
         first = published.chain.keys[:1]
-        for sequence in [sequence for sequence in self if sequence.chain.keys[:1] == first] if first else []:
-            self.put(sequence)
+        if first:
+            self._outdated |= {waiting.request_id: waiting for waiting in self if waiting.chain.keys[:1] == first}
 
     def remove(self, request_id: str) -> Sequence:
         """Its rows are kept until the supply forgets them. Raises KeyError when it is not in line."""
+        self._outdated.pop(request_id, None)
         return self._awaiting.pop(request_id) if request_id in self._awaiting else self._ready.remove(request_id)
 
+    def _renew(self) -> None:
+        for request_id in list(itertools.islice(self._outdated, _MAX_RENEWALS)):
+            self.put(self._outdated.pop(request_id))
+
+    def _is_ready(self, sequence: Sequence, outlook: Outlook) -> bool:
+        return self._supply.holds(sequence.request_id, sequence.refs_from(outlook.resume.start))
+
     def _put(self, sequence: Sequence, outlook: Outlook) -> None:
-        request_id, refs = sequence.request_id, sequence.refs_from(outlook.rows_from)
+        request_id, refs = sequence.request_id, sequence.refs_from(outlook.resume.start)
         self._supply.want(request_id, refs, sequence.request.deadline_unix_s)
         if self._supply.holds(request_id, refs):
             self._awaiting.pop(request_id, None)

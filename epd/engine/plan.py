@@ -6,6 +6,8 @@ StepResult  one StepOutcome per step, in the same order
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from encoder.errors import EmbeddingLost
 from encoder.types import EmbeddingRef
 from encoder.wire import TensorFrame
@@ -34,11 +36,45 @@ class PageTable:
     window_start: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftTail:
+    """What draft heads left after the first `num_tokens` tokens of a sequence; see draft_heads.py.
+
+    `guesses` are of the tokens after token `num_tokens`, which is known. The tensors `[R, D]` hold, for the last R
+    computed tokens, their embeddings and the trunk's normed hidden states: those rows of the heads took a token that
+    was only guessed, and are written again when it is known.
+    """
+
+    num_tokens: int
+    guesses: tuple[int, ...]
+    embed_RD: Tensor
+    hidden_RD: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInput:
+    """What a step needs to know for its draft heads.
+
+    `drafts` are computed after the step's own tokens, and each is right if it is what is sampled before it; they have
+    pages, but only those that prove right are committed. `ahead` are the known tokens after the step's own, at most one
+    per head, positions of `media` counted from the first of them. Only one of both is ever there.
+    """
+
+    drafts: tuple[int, ...] = ()
+    ahead: tuple[int, ...] = ()
+    media: tuple[MediaSlice, ...] = ()
+    tail: DraftTail | None = None
+
+
+_NO_DRAFT = DraftInput()
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceStep:
     """Compute tokens `[start, start + len(token_ids))`; sample after the last one unless `sample` is None.
 
-    `heals`: only windows are written, the full pages hold these tokens already (see healing.py).
+    `heal_stop`: only windows are written, the full pages hold these tokens already; it is where the windows are wanted
+    (see healing.py), and `pages` then has what this chunk reads and writes.
     """
 
     request_id: str
@@ -47,11 +83,22 @@ class SequenceStep:
     pages: PageTable
     media: tuple[MediaSlice, ...] = ()
     sample: SampleRow | None = None
-    heals: bool = False
+    heal_stop: int | None = None
+    draft: DraftInput = _NO_DRAFT
 
     @property
     def stop(self) -> int:
+        """End of the step's own tokens."""
         return self.start + len(self.token_ids)
+
+    @property
+    def computed_stop(self) -> int:
+        """End of what is computed: with the drafts."""
+        return self.stop + len(self.draft.drafts)
+
+    @property
+    def heals(self) -> bool:
+        return self.heal_stop is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +121,11 @@ class KvImport:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
+    """`num_drafts`: tokens that draft heads shall guess after each sequence that samples, for its next step."""
+
     steps: tuple[SequenceStep, ...] = ()
     imports: tuple[KvImport, ...] = ()
+    num_drafts: int = 0
 
     @property
     def is_empty(self) -> bool:
@@ -103,10 +153,12 @@ def embedding_lost(error: EmbeddingLost) -> Failure:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """`tokens` is empty when nothing was to be sampled. With `failure` the step's KV is not to be trusted."""
+    """`tokens` is empty when nothing was to be sampled; all but the last of several are drafts that were right. With
+    `failure` the step's KV is not to be trusted. `tail` is None without draft heads."""
 
     tokens: tuple[SampledToken, ...] = ()
     failure: Failure | None = None
+    tail: DraftTail | None = None
 
 
 @dataclass(frozen=True, slots=True)

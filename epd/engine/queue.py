@@ -18,8 +18,12 @@ from epd.engine.sequence import Sequence
 
 @dataclass(order=True, slots=True)
 class _Entry:
+    """Ties go by arrival, so that a sequence that was put back is not behind its likes."""
+
     key: float
+    arrival_s: float
     order: int
+    num_compute_tokens: int = field(compare=False)
     sequence: Sequence = field(compare=False)
     is_live: bool = field(default=True, compare=False)
 
@@ -44,23 +48,48 @@ class WaitingQueue:
         return request_id in self._entries
 
     def put(self, sequence: Sequence, num_compute_tokens: int) -> None:
-        """Add a sequence, or renew its key; ties go by the order of first arrival."""
+        """Add a sequence, or renew its key; ties go by arrival, then by the order of first being put."""
         old = self._entries.get(sequence.request_id)
         if old is not None:
+            if old.num_compute_tokens == num_compute_tokens:
+                return
             old.is_live = False
         order = next(self._orders) if old is None else old.order
-        entry = _Entry(num_compute_tokens + self._credit * sequence.arrival_s, order, sequence)
+        key = num_compute_tokens + self._credit * sequence.arrival_s
+        entry = _Entry(key, sequence.arrival_s, order, num_compute_tokens, sequence)
         self._entries[sequence.request_id] = entry
         heapq.heappush(self._heap, entry)
+        if len(self._heap) > 2 * len(self._entries) + 64:
+            self._heap = list(self._entries.values())
+            heapq.heapify(self._heap)
 
     def first(self) -> Sequence | None:
         """The sequence to admit next; it stays in line."""
-        while self._heap and not self._heap[0].is_live:
-            heapq.heappop(self._heap)
-        return self._heap[0].sequence if self._heap else None
+        entry = self._first()
+        return None if entry is None else entry.sequence
+
+    def behind_first(self, limit: int) -> list[Sequence]:
+        """The next ones, at most `limit`, that may go before the first while there is no room for it.
+
+        They came before arrival + compute / credit of the first: only so many did, and who comes later stays behind it.
+        """
+        first = self._first()
+        if first is None:
+            return []
+        entries = heapq.nsmallest(limit + 1, self._entries.values())
+        return [entry.sequence for entry in entries[1:] if self._credit * entry.arrival_s <= first.key]
+
+    def num_compute_tokens(self, request_id: str) -> int:
+        """What the sequence was put with last. Raises KeyError when it is not in line."""
+        return self._entries[request_id].num_compute_tokens
 
     def remove(self, request_id: str) -> Sequence:
         """Raises KeyError when it is not in line."""
         entry = self._entries.pop(request_id)
         entry.is_live = False
         return entry.sequence
+
+    def _first(self) -> _Entry | None:
+        while self._heap and not self._heap[0].is_live:
+            heapq.heappop(self._heap)
+        return self._heap[0] if self._heap else None

@@ -19,9 +19,6 @@ from epd.engine.sequence import Sequence
 from epd.transport.base import Message, Peer
 from epd.types import Abort, Finish, FinishReason
 
-# Tokens of prompt that one second of waiting is worth.
-_CREDIT_TOKENS_PER_S = 2000.0
-
 
 @dataclass(frozen=True, slots=True)
 class Reply:
@@ -31,13 +28,31 @@ class Reply:
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start; `batched_sequences / steps` is the mean batch."""
+    """Totals since the start; `batched_sequences / steps` is the mean batch.
+
+    Each admission of a prompt is a `prefix_hits` (windows were whole), a `healed_hits` or a `prefix_misses`;
+    `refused_heals` is how often there was no room to heal. `passed_over` counts admissions before one that had no room.
+    """
 
     steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     healed_tokens: int = 0
+    prefix_hits: int = 0
+    healed_hits: int = 0
+    prefix_misses: int = 0
+    refused_heals: int = 0
+    passed_over: int = 0
     generated_tokens: int = 0
+    # Draft tokens that were checked and those that were right; `_n` is the n-th after a sequence's newest token.
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    drafted_tokens_1: int = 0
+    drafted_tokens_2: int = 0
+    drafted_tokens_3: int = 0
+    accepted_tokens_1: int = 0
+    accepted_tokens_2: int = 0
+    accepted_tokens_3: int = 0
     batched_sequences: int = 0
     largest_batch: int = 0
     retractions: int = 0
@@ -55,14 +70,17 @@ class Arrived:
 class Roster:
     """The scheduler's sequences and what is to be said about them."""
 
-    def __init__(self, clock: Clock, supply: RowSupply, assess: Callable[[Sequence], Outlook]) -> None:
+    def __init__(
+        self, clock: Clock, supply: RowSupply, assess: Callable[[Sequence], Outlook], *, credit_tokens_per_s: float
+    ) -> None:
         """`supply` keeps the rows of every sequence here and forgets them when it leaves."""
-        self.waiting = WaitingLine(supply, assess, credit_tokens_per_s=_CREDIT_TOKENS_PER_S)
+        self.waiting = WaitingLine(supply, assess, credit_tokens_per_s=credit_tokens_per_s)
         self._supply = supply
         self.arrived: deque[Arrived] = deque()
         self.running: dict[str, Sequence] = {}
         self.handoffs: dict[str, Sequence] = {}
         self.counters = Counters()
+        self._by_id: dict[str, Sequence] = {}
         self._clock = clock
         self._replies: list[Reply] = []
 
@@ -86,7 +104,11 @@ class Roster:
         return not (self.running or self.waiting.num_ready or self.arrived or self.handoffs)
 
     def find(self, request_id: str) -> Sequence | None:
-        return next((sequence for sequence in self if sequence.request_id == request_id), None)
+        return self._by_id.get(request_id)
+
+    def enter(self, sequence: Sequence) -> None:
+        """To be known from now on; the caller puts it where it waits."""
+        self._by_id[sequence.request_id] = sequence
 
     def reply(self, peer: Peer, message: Message) -> None:
         self._replies.append(Reply(peer, message))
@@ -134,6 +156,8 @@ class Roster:
     def release(self, sequence: Sequence, *, keep: bool) -> None:
         """Take the sequence out of everything. `keep` leaves its end in the tree for the next turn to resume from."""
         request_id = sequence.request_id
+        if self._by_id.get(request_id) is sequence:
+            del self._by_id[request_id]
         if request_id in self.waiting:
             self.waiting.remove(request_id)
         self._supply.forget(request_id)

@@ -1,9 +1,14 @@
-"""A StepPlan to a StepResult: embeddings, one forward over every sequence, logits where a token is due, the sampler.
+"""A StepPlan to a StepResult: embeddings, one forward over every sequence, logits where a token is due, the sampler,
+and the draft heads over what proved right.
 
-Shape letters: T new tokens of the step over its sequences; D hidden width; S sequences that sample; V vocabulary.
+Shape letters: T new tokens of the step over its sequences, drafts included; E tokens to embed: T and known ones after
+them; D hidden width; S rows that are sampled; V vocabulary.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -11,13 +16,27 @@ from torch import Tensor
 
 from encoder.errors import EmbeddingLost
 from encoder.types import EmbeddingRef
+from epd.engine.draft_heads import DraftHeads, HeadRun
 from epd.engine.handoff import KvMover
-from epd.engine.plan import NOT_FINITE, Failure, SequenceStep, StepOutcome, StepPlan, StepResult, embedding_lost
-from epd.engine.sampler import SampledToken, SampleRow, sample
+from epd.engine.heal_forward import heal_windows
+from epd.engine.plan import (
+    NOT_FINITE,
+    Failure,
+    MediaSlice,
+    SequenceStep,
+    StepOutcome,
+    StepPlan,
+    StepResult,
+    embedding_lost,
+)
+from epd.engine.sampler import DraftChain, SampledToken, sample_chains
 from epd.kernels.base import AttentionBackend, PagedSequence
 from epd.kv.storage import KvStorage
 from epd.model.embed import EmbeddingSpan, merge_embeddings
 from epd.model.hybrid import HybridModel
+
+# Rows of the step's own tokens, and of known tokens after them.
+_StepMedia = tuple[list[EmbeddingSpan], list[EmbeddingSpan]]
 
 
 class EmbeddingReader(Protocol):
@@ -40,84 +59,187 @@ class Runner:
         attention: AttentionBackend,
         *,
         num_token_ids: int | None = None,
+        num_heads: int = 0,
     ) -> None:
-        """`num_token_ids`: token ids from there on are never sampled; None for a model without a tokenizer."""
+        """`num_token_ids`: token ids from there on are never sampled; None for a model without a tokenizer.
+
+        `num_heads` of the model's draft heads are run, and have layers in the storage.
+        """
         self._model = model
         self._num_token_ids = num_token_ids
         self._mover = mover
         self._embeddings = embeddings
         self._attention = attention
         self._device = storage.device
+        self._page_size = storage.layout.page_size
+        self._heads: DraftHeads | None = None
+        if num_heads:
+            self._heads = DraftHeads(
+                model,
+                storage,
+                attention,
+                self._paged,
+                num_heads=num_heads,
+                page_size=self._page_size,
+                num_token_ids=num_token_ids,
+            )
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Write the plan's imports, compute its steps. A step whose embedding is lost fails alone."""
         for planned in plan.imports:
             self._mover.write(planned)
-        media: dict[str, list[EmbeddingSpan]] = {}
+        media: dict[str, _StepMedia] = {}
         failures: dict[str, StepOutcome] = {}
         for step in plan.steps:
             try:
-                media[step.request_id] = self._media_spans(step)
+                media[step.request_id] = self._spans(step.media), self._spans(step.draft.media)
             except EmbeddingLost as error:
                 failures[step.request_id] = StepOutcome(failure=embedding_lost(error))
         steps = [step for step in plan.steps if step.request_id not in failures]
-        outcomes = self._compute(steps, [media[step.request_id] for step in steps]) if steps else {}
-        outcomes |= failures
+        healing, computing = [step for step in steps if step.heals], [step for step in steps if not step.heals]
+        outcomes = failures
+        if healing:
+            outcomes |= self._heal(healing, [media[step.request_id][0] for step in healing])
+        if computing:
+            media_of_steps = [media[step.request_id] for step in computing]
+            outcomes |= self._compute(computing, media_of_steps, num_drafts=plan.num_drafts)
         return StepResult(tuple(outcomes[step.request_id] for step in plan.steps))
 
-    def _compute(self, steps: Sequence[SequenceStep], media: Sequence[list[EmbeddingSpan]]) -> dict[str, StepOutcome]:
+    def _heal(self, steps: Sequence[SequenceStep], media: Sequence[list[EmbeddingSpan]]) -> dict[str, StepOutcome]:
         token_ids: list[int] = []
         spans: list[EmbeddingSpan] = []
-        sampled_rows: list[int] = []
-        # Last rows of the steps that do not sample. They see all of the chunk, so what is wrong in it shows in them
-        # before its pages are published.
-        chunk_rows: list[int] = []
         for step, step_spans in zip(steps, media, strict=True):
             first = len(token_ids)
             spans += [EmbeddingSpan(first + span.start, first + span.stop, span.rows) for span in step_spans]
             token_ids += step.token_ids
-            (chunk_rows if step.sample is None else sampled_rows).append(len(token_ids) - 1)
-        positions_T = torch.cat([torch.arange(step.start, step.stop) for step in steps]).to(self._device)
         hidden_TD = merge_embeddings(self._model.embed(self._index(token_ids)), spans)
-        attention = self._attention.context([self._paged(step) for step in steps])
-        hidden_TD = self._model(hidden_TD, positions_T, attention)
-        samples = [step.sample for step in steps if step.sample is not None]
-        tokens = iter(self._sample(hidden_TD, sampled_rows, samples))
-        is_sound = iter(torch.isfinite(hidden_TD[self._index(chunk_rows)]).all(dim=-1).tolist() if chunk_rows else ())
-        return {step.request_id: _outcome(step, next(is_sound if step.sample is None else tokens)) for step in steps}
+        is_sound = heal_windows(self._model, hidden_TD, steps, self._attention, page_size=self._page_size)
+        if self._heads is not None:
+            self._heads.blank([page for step in steps for page in step.pages.window_pages])
+        return {step.request_id: _outcome(step, sound) for step, sound in zip(steps, is_sound, strict=True)}
 
-    def _sample(self, hidden_TD: Tensor, rows: list[int], samples: list[SampleRow]) -> list[SampledToken | None]:
+    def _compute(
+        self, steps: Sequence[SequenceStep], media: Sequence[_StepMedia], *, num_drafts: int
+    ) -> dict[str, StepOutcome]:
+        rows = _Rows(steps, media)
+        embed_ED = merge_embeddings(self._model.embed(self._index(rows.token_ids)), rows.spans)
+        positions_T = torch.cat([torch.arange(step.start, step.computed_stop) for step in steps]).to(self._device)
+        attention = self._attention.context([self._paged(step, step.start, step.computed_stop) for step in steps])
+        hidden_TD = self._model(embed_ED[: rows.num_computed], positions_T, attention)
+        tokens = iter(self._sample(hidden_TD, rows.sampled, rows.chains))
+        is_sound = iter(self._are_finite(hidden_TD, rows.chunk_ends))
+        outcomes = {
+            step.request_id: _outcome(step, next(is_sound) if step.sample is None else next(tokens)) for step in steps
+        }
+        return self._draft(rows, embed_ED, hidden_TD, outcomes, num_drafts) if self._heads is not None else outcomes
+
+    def _draft(
+        self, rows: _Rows, embed_ED: Tensor, hidden_TD: Tensor, outcomes: dict[str, StepOutcome], num_drafts: int
+    ) -> dict[str, StepOutcome]:
+        """Run the draft heads over the steps that are sound, and add what they leave to the outcomes."""
+        assert self._heads is not None
+        runs = rows.head_runs(outcomes)
+        if not runs:
+            return outcomes
+        tails = self._heads.run(embed_ED, hidden_TD, runs, num_drafts=num_drafts)
+        ids = [run.step.request_id for run in runs]
+        return outcomes | {
+            request_id: replace(outcomes[request_id], tail=tail) for request_id, tail in zip(ids, tails, strict=True)
+        }
+
+    def _sample(self, hidden_TD: Tensor, rows: list[int], chains: list[DraftChain]) -> list[tuple[SampledToken, ...]]:
         if not rows:
             return []
         logits_SV = self._model.logits(hidden_TD[self._index(rows)])
-        return sample(logits_SV, samples, num_token_ids=self._num_token_ids)
+        return sample_chains(logits_SV, chains, num_token_ids=self._num_token_ids)
 
-    def _media_spans(self, step: SequenceStep) -> list[EmbeddingSpan]:
-        """Spans of the step, positions counted from its first token."""
-        spans = []
-        for part in step.media:
-            rows_RD = self._embeddings.tensor(part.ref)[part.row_start : part.row_start + part.stop - part.start]
-            spans.append(EmbeddingSpan(part.start, part.stop, rows_RD))
-        return spans
+    def _are_finite(self, hidden_TD: Tensor, rows: list[int]) -> list[bool]:
+        if not rows:
+            return []
+        are_finite: list[bool] = torch.isfinite(hidden_TD[self._index(rows)]).all(dim=-1).tolist()
+        return are_finite
 
-    def _paged(self, step: SequenceStep) -> PagedSequence:
+    def _spans(self, media: Sequence[MediaSlice]) -> list[EmbeddingSpan]:
+        """The slices with their rows; positions as they are in the slices."""
+        return [
+            EmbeddingSpan(
+                part.start,
+                part.stop,
+                self._embeddings.tensor(part.ref)[part.row_start : part.row_start + part.stop - part.start],
+            )
+            for part in media
+        ]
+
+    def _paged(self, step: SequenceStep, start: int, stop: int) -> PagedSequence:
+        """The step's sequence for a forward over its tokens [start, stop). The row may reach further: to earlier drafts
+        that were wrong."""
+        num_pages = -(-stop // self._page_size)
         return PagedSequence(
-            num_new=len(step.token_ids),
-            num_context=step.start,
-            full_pages=self._index(step.pages.full_pages),
-            window_pages=self._index(step.pages.window_pages),
+            num_new=stop - start,
+            num_context=start,
+            full_pages=self._index(step.pages.full_pages[:num_pages]),
+            window_pages=self._index(step.pages.window_pages[: max(0, num_pages - step.pages.window_start)]),
             window_start_page=step.pages.window_start,
-            write_full=not step.heals,
         )
 
     def _index(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
-def _outcome(step: SequenceStep, computed: SampledToken | bool | None) -> StepOutcome:
-    """`computed` is the sampled token (None: logits are not finite) or, of a chunk, whether its end is finite."""
-    if computed is None or computed is False:
+class _Rows:
+    """Which rows of the forward belong to which step.
+
+    First come the tokens that are computed, step by step with their drafts; after all of them, only to be embedded, the
+    known tokens that draft heads look ahead to.
+    """
+
+    def __init__(self, steps: Sequence[SequenceStep], media: Sequence[_StepMedia]) -> None:
+        self._steps = steps
+        self.token_ids: list[int] = []
+        self.spans: list[EmbeddingSpan] = []
+        self.sampled: list[int] = []
+        self.chains: list[DraftChain] = []
+        # Last rows of the steps that do not sample. They see all of the chunk, so what is wrong in it shows in them
+        # before its pages are published.
+        self.chunk_ends: list[int] = []
+        self._firsts: list[int] = []
+        self._ahead_firsts: list[int] = []
+        for step, (spans, _) in zip(steps, media, strict=True):
+            first = len(self.token_ids)
+            self._firsts.append(first)
+            self._add_spans(first, spans)
+            self.token_ids += (*step.token_ids, *step.draft.drafts)
+            if step.sample is None:
+                self.chunk_ends.append(len(self.token_ids) - 1)
+            else:
+                self.sampled += range(first + len(step.token_ids) - 1, len(self.token_ids))
+                self.chains.append(DraftChain(step.sample, step.draft.drafts))
+        self.num_computed = len(self.token_ids)
+        for step, (_, ahead_spans) in zip(steps, media, strict=True):
+            first = len(self.token_ids)
+            self._ahead_firsts.append(first)
+            self._add_spans(first, ahead_spans)
+            self.token_ids += step.draft.ahead
+
+    def head_runs(self, outcomes: Mapping[str, StepOutcome]) -> list[HeadRun]:
+        """What draft heads are run over: every step that did not fail, without the drafts that were wrong."""
+        runs = []
+        for step, first, ahead_first in zip(self._steps, self._firsts, self._ahead_firsts, strict=True):
+            outcome = outcomes[step.request_id]
+            if outcome.failure is None:
+                tokens = outcome.tokens
+                num_rows = len(step.token_ids) + max(0, len(tokens) - 1)
+                runs.append(HeadRun(step, first, num_rows, tokens[-1].token_id if tokens else None, ahead_first))
+        return runs
+
+    def _add_spans(self, first: int, spans: Sequence[EmbeddingSpan]) -> None:
+        self.spans += [EmbeddingSpan(first + span.start, first + span.stop, span.rows) for span in spans]
+
+
+def _outcome(step: SequenceStep, computed: tuple[SampledToken, ...] | bool) -> StepOutcome:
+    """`computed` is what was sampled (nothing: logits are not finite) or, of a chunk, whether its end is finite."""
+    if not computed:
         message = f"the model gave numbers that are not finite after {step.stop} tokens"
         return StepOutcome(failure=Failure(status=500, code=NOT_FINITE, message=message))
-    return StepOutcome(() if computed is True else (computed,))
+    return StepOutcome(() if computed is True else computed)

@@ -17,8 +17,10 @@ from epd.cache.prefix import PrefixCache
 from epd.engine.admission import Limits, refusal
 from epd.engine.clock import Clock
 from epd.engine.committing import Committer
+from epd.engine.drafting import DraftPolicy, draft_input
 from epd.engine.feed import RowSupply
-from epd.engine.healing import Outlook, lease, outlook
+from epd.engine.heal_cost import HealCost
+from epd.engine.healing import Outlook, heal_table, lease, outlook, pages_needed
 from epd.engine.plan import (
     Failure,
     HeldTransfer,
@@ -36,6 +38,9 @@ from epd.types import FinishReason, Role
 
 logger = logging.getLogger(__name__)
 
+# Waiting sequences looked at in a step when there is no room for the first.
+_MAX_PASSING = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -46,7 +51,9 @@ class SchedulerConfig:
     key_seed: bytes
     chunk_tokens: int
     max_running: int
-    heal_tokens: int
+    heal_cost: HealCost
+    waiting_credit_tokens_per_s: float
+    drafting: DraftPolicy
 
 
 class Scheduler:
@@ -56,7 +63,8 @@ class Scheduler:
         self._config = config
         self._cache = cache
         self._clock = clock
-        self._roster = Roster(clock, supply, self._outlook)
+        credit = config.waiting_credit_tokens_per_s
+        self._roster = Roster(clock, supply, self._outlook, credit_tokens_per_s=credit)
         self._committer = Committer(self._roster, cache, clock, role=config.role, eos_token_ids=config.eos_token_ids)
         self._is_draining = False
 
@@ -96,6 +104,7 @@ class Scheduler:
             self._roster.fail(sequence, failure)
             return
         sequence.chain = self._key_chain(sequence)
+        self._roster.enter(sequence)
         self._roster.waiting.put(sequence)
 
     def submit_transfer(self, sequence: Sequence, held: HeldTransfer) -> None:
@@ -108,6 +117,7 @@ class Scheduler:
         sequence.num_cached_tokens = held.transfer.cached_tokens
         sequence.num_healed_tokens = held.transfer.healed_tokens
         sequence.earlier_timings = dict(held.transfer.timings)
+        self._roster.enter(sequence)
         self._roster.arrived.append(Arrived(sequence, held))
 
     def abort(self, request_id: str) -> None:
@@ -154,43 +164,50 @@ class Scheduler:
         steps: dict[str, SequenceStep] = {}
         decoding = [sequence for sequence in self._roster.running.values() if sequence.is_decoding]
         prefilling = [sequence for sequence in self._roster.running.values() if not sequence.is_decoding]
-        for sequence in decoding:
-            self._plan_step(sequence, 1, steps)
+        num_drafts = self._config.drafting.num_drafts(len(decoding))
+        num_decoded = sum([self._plan_step(sequence, 1, steps, num_drafts) for sequence in decoding])
         # Even with a full decode batch prompts get a page per step, so neither kind of work starves.
-        budget = max(self._config.chunk_tokens - len(steps), self._config.page_size)
+        budget = max(self._config.chunk_tokens - num_decoded, self._config.page_size)
         for sequence in prefilling:
             if budget > 0:
                 budget -= self._plan_step(sequence, budget, steps)
-        while budget > 0 and (admitted := self._admit_first()) is not None:
+        while budget > 0 and (admitted := self._admit_next()) is not None:
             num_planned = self._plan_step(admitted, budget, steps)
             if num_planned == 0:
                 break
             budget -= num_planned
-        return StepPlan(tuple(steps.values()), self._plan_imports())
+        return StepPlan(tuple(steps.values()), self._plan_imports(), num_drafts)
 
-    def _plan_step(self, sequence: Sequence, budget: int, steps: dict[str, SequenceStep]) -> int:
-        """Add the sequence's next tokens to `steps`; returns how many, 0 if it has to wait for pages."""
+    def _plan_step(
+        self, sequence: Sequence, budget: int, steps: dict[str, SequenceStep], num_drafts: int = 0
+    ) -> int:
+        """Add the sequence's next tokens to `steps`, and up to `num_drafts` guesses if it decodes; returns how many
+        tokens that is, 0 if it has to wait for pages."""
         if sequence.pages is None:
             return 0
         start = sequence.num_computed
         stop = self._make_room(sequence, self._chunk_stop(sequence, budget), steps)
         if stop is None:
             return 0
+        draft = draft_input(sequence, stop, num_heads=self._config.drafting.num_heads, num_drafts=num_drafts)
         steps[sequence.request_id] = SequenceStep(
             request_id=sequence.request_id,
             start=start,
             token_ids=tuple(sequence.token_ids[start:stop]),
-            pages=sequence.page_table(),
+            pages=heal_table(sequence, start, stop) if sequence.is_healing else sequence.page_table(),
             media=tuple(sequence.media_slices(start, stop)),
             sample=sequence.sample_row() if stop == sequence.num_tokens else None,
-            heals=sequence.is_healing,
+            heal_stop=sequence.heal_stop if sequence.is_healing else None,
+            draft=draft,
         )
-        return stop - start
+        return stop - start + len(draft.drafts)
 
     def _chunk_stop(self, sequence: Sequence, budget: int) -> int:
         """End of the next chunk: a page boundary, where a prefix can be shared, or the end of the tokens."""
         end = sequence.heal_stop if sequence.is_healing else sequence.num_tokens
         stop = min(sequence.num_computed + budget, end)
+        if sequence.is_healing and sequence.ring is not None:
+            stop = min(stop, sequence.ring.limit(sequence.num_computed))
         aligned = stop // self._config.page_size * self._config.page_size
         return stop if stop == end or aligned <= sequence.num_computed else aligned
 
@@ -220,35 +237,66 @@ class Scheduler:
         logger.info("retracting request %s at %d tokens: pages are short", victim.request_id, victim.num_computed)
         steps.pop(victim.request_id, None)
         del self._roster.running[victim.request_id]
-        victim.pages.finish()
-        victim.pages = None
+        if victim.is_healing:
+            victim.pages.abort()
+        else:
+            victim.pages.finish()
+        victim.pages = victim.ring = None
         victim.num_computed = victim.heal_stop = 0
         victim.num_retractions += 1
         self.counters.retractions += 1
         self._roster.waiting.put(victim)
         return True
 
-    def _admit_first(self) -> Sequence | None:
-        """Give the first waiting sequence pages of its own if there is a place for it and what is running can go on."""
-        is_full = len(self._roster.running) >= self._config.max_running
-        if is_full or (first := self._roster.waiting.first()) is None:
+    def _admit_next(self) -> Sequence | None:
+        """Give the first waiting sequence pages of its own if there is a place for it and what is running can go on.
+
+        If there is only too little room for it, one of the next few that fits goes before it, unless it came so late
+        that the first would be ahead of it however short it is: so the first is passed by finitely many.
+        """
+        roster = self._roster
+        if len(roster.running) >= self._config.max_running:
             return None
-        sequence, page_size, resumed = first[0], self._config.page_size, first[1].resume
-        needed_full = -(-(sequence.num_tokens + 1 - resumed.heal_stop) // page_size) + self._num_pages_to_come()
-        needed_window = (resumed.heal_stop - resumed.start) // page_size + 1
-        if self._roster.running and not self._cache.fits(
-            needed_full, needed_window, keys=sequence.chain.keys, num_tokens=sequence.num_tokens
-        ):
-            return None
-        self._roster.waiting.remove(sequence.request_id)
-        lease(self._cache, sequence, resumed)
-        self._roster.keep_rows_to_come(sequence)
+        while (first := roster.waiting.first()) is not None and self._has_room(*first):
+            if self._admit(*first):
+                return first[0]
+        if first is not None:
+            for sequence, ahead in roster.waiting.behind_first(_MAX_PASSING):
+                if self._has_room(sequence, ahead) and self._admit(sequence, ahead):
+                    self.counters.passed_over += 1
+                    return sequence
+        return None
+
+    def _has_room(self, sequence: Sequence, ahead: Outlook) -> bool:
+        needed_full, needed_window = pages_needed(self._cache, sequence, ahead.resume)
+        return not self._roster.running or self._cache.fits(
+            needed_full + self._num_pages_to_come(),
+            needed_window,
+            keys=sequence.chain.keys,
+            num_tokens=sequence.num_tokens,
+            full_only=ahead.resume.heals,
+        )
+
+    def _admit(self, sequence: Sequence, ahead: Outlook) -> bool:
+        """False when it was to heal and there is no room for it: it is lined up again, to be computed instead."""
+        roster, counters, resumed = self._roster, self.counters, ahead.resume
+        if not lease(self._cache, sequence, resumed, chunk_tokens=self._config.chunk_tokens):
+            counters.refused_heals += 1
+            sequence.may_heal = False
+            roster.waiting.put(sequence)
+            return False
+        sequence.may_heal = True
+        roster.waiting.remove(sequence.request_id)
+        roster.keep_rows_to_come(sequence)
         if sequence.admitted_s is None:
             sequence.admitted_s = self._clock.monotonic_s()
             sequence.num_cached_tokens = sequence.num_computed
-        self.counters.cached_tokens += sequence.num_computed
-        self._roster.running[sequence.request_id] = sequence
-        return sequence
+        counters.cached_tokens += sequence.num_computed
+        counters.healed_hits += resumed.heals
+        counters.prefix_hits += not resumed.heals and resumed.start > 0
+        counters.prefix_misses += not resumed.heals and resumed.start == 0
+        roster.running[sequence.request_id] = sequence
+        return True
 
     def _plan_imports(self) -> tuple[KvImport, ...]:
         """Move arrived transfers to the device while there are places and pages. Retracted sequences go first."""
@@ -324,7 +372,7 @@ class Scheduler:
         return key_chain(sequence.request, page_size=self._config.page_size, seed=self._config.key_seed)
 
     def _outlook(self, sequence: Sequence) -> Outlook:
-        return outlook(self._cache, sequence, heal_tokens=self._config.heal_tokens)
+        return outlook(self._cache, sequence, self._config.heal_cost)
 
 
 _DRAINING = Failure(status=503, code="draining", message="this worker is shutting down", retryable=True)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from encoder.types import EmbeddingRef
 from epd.cache.keys import MediaRun, PageKeyChain
 from epd.cache.sequence_pages import SequencePages
-from epd.engine.plan import MediaSlice, PageTable
+from epd.engine.heal_rows import HealRing
+from epd.engine.plan import DraftTail, MediaSlice, PageTable
 from epd.engine.sampler import SampleRow
 from epd.transport.base import Peer
 from epd.types import GenerateRequest, Usage
@@ -23,7 +24,8 @@ from epd.types import GenerateRequest, Usage
 class Sequence:
     """`pages` is None while waiting. Times are monotonic seconds; None until they happened.
 
-    `chain` is set by the scheduler once it has found the request sound.
+    `chain` is set by the scheduler once it has found the request sound. `ring` is set while it heals; `may_heal` is
+    taken away when there was no room to. `draft_tail` holds for its `num_tokens` alone.
     """
 
     request: GenerateRequest
@@ -33,10 +35,13 @@ class Sequence:
     decode_incarnation: str | None = None
     num_computed: int = 0
     heal_stop: int = 0
+    ring: HealRing | None = None
+    may_heal: bool = True
     num_cached_tokens: int = 0
     num_healed_tokens: int = 0
     num_retractions: int = 0
     pages: SequencePages | None = None
+    draft_tail: DraftTail | None = None
     admitted_s: float | None = None
     first_token_s: float | None = None
     earlier_timings: dict[str, float] = field(default_factory=dict)

@@ -15,8 +15,10 @@ from epd.cache.retention import RetentionPolicy
 from epd.config import EngineConfig
 from epd.engine.admission import Limits
 from epd.engine.clock import Clock
+from epd.engine.drafting import DraftPolicy
 from epd.engine.feed import EmbeddingFeed, RowSource
 from epd.engine.handoff import KvMover
+from epd.engine.heal_cost import heal_cost
 from epd.engine.identity import WorkerIdentity, kv_arithmetic, kv_fingerprint, new_incarnation
 from epd.engine.loop import EngineLoop
 from epd.engine.row_source import HostSource
@@ -135,10 +137,14 @@ def build_engine(
             dtype=dtype,
             device=device,
             window_left=config.window_left,
-            with_mtp=False,
+            with_mtp=config.draft_tokens > 0,
             qkv_layout=config.qkv_layout,
             weights=config.weights,
         ).eval()
+    if config.draft_tokens > model.num_mtp_layers:
+        raise ValueError(
+            f"engine.draft_tokens is {config.draft_tokens}, {config.model_dir.name} has {model.num_mtp_layers} draft heads"
+        )
     clock = Clock() if clock is None else clock
     layout, retention = _layout(model.config, config, dtype), _retention(config)
     pools = _plan(config, layout, retention)
@@ -158,7 +164,8 @@ def build_engine(
         wake=endpoint.wake,
     )
     scheduler = Scheduler(_scheduler_config(config, model.config, identity, fingerprint), cache, clock, feed)
-    mover = KvMover(storage, fingerprint=fingerprint)
+    text = model.config
+    mover = KvMover(storage, fingerprint=fingerprint, hidden_size=text.hidden_size, vocab_size=text.vocab_size)
     loop = EngineLoop(
         identity=identity,
         endpoint=endpoint,
@@ -170,6 +177,7 @@ def build_engine(
             feed,
             make_backend(config.attention, storage, page_size=config.page_size, device_type=device.type),
             num_token_ids=count_token_ids(config.model_dir),
+            num_heads=config.draft_tokens,
         ),
         mover=mover,
         cache=cache,
@@ -209,7 +217,9 @@ def _scheduler_config(
         key_seed=fingerprint.encode(),
         chunk_tokens=config.chunk_tokens,
         max_running=config.max_running,
-        heal_tokens=sum(layer.window_left or 0 for layer in text.layers),
+        heal_cost=heal_cost(text, page_size=config.page_size),
+        waiting_credit_tokens_per_s=config.waiting_credit_tokens_per_s,
+        drafting=DraftPolicy(config.draft_tokens, config.draft_max_batch_tokens),
     )
 
 
@@ -252,7 +262,7 @@ def _storage(layout: KvLayout, pools: PoolPlan, dtype: torch.dtype, device: torc
 
 
 def _layout(text: TextConfig, config: EngineConfig, dtype: torch.dtype) -> KvLayout:
-    specs = [layer.attention for layer in text.layers]
+    specs = [layer.attention for layer in (*text.layers, *(text.mtp_layer(k) for k in range(config.draft_tokens)))]
     return KvLayout.from_specs(
         [spec for spec in specs if not spec.is_window],
         [spec for spec in specs if spec.is_window],
