@@ -1,7 +1,13 @@
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
+
+# A shell without job control starts what runs in its background with Ctrl-C ignored, which whatever the tests start
+# would inherit: then no test could interrupt anything.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
