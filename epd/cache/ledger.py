@@ -8,56 +8,21 @@ whose row names the page. A page the tree holds is evictable when neither applie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
+from epd.cache.boundaries import nodes_looking_up
 from epd.cache.lru import Rank, VictimQueue
 from epd.cache.radix import Node, RadixTree
+from epd.cache.victims import VictimPolicy
 from epd.kv.dual import DualPool, PageGrant
 from epd.kv.errors import NoPages, PageStateError
 from epd.kv.pages import PageOwner
 
-__all__ = ["TailKeepingLru", "TreeLedger", "VictimPolicy"]
+__all__ = ["TreeLedger"]
 
 
-class VictimPolicy(Protocol):
-    """Orders victims; the smallest rank goes first. Ranks are read again whenever the node changes."""
-
-    def full_rank(self, node: Node) -> Rank: ...
-
-    def window_rank(self, node: Node) -> Rank: ...
-
-    def num_spare_windows(self, node: Node) -> int:
-        """Window pages at the front of the node's tail that may go under its present rank."""
-        ...
-
-
-class TailKeepingLru:
-    """Least recently used, except that what nobody can use goes first and a branch's own end goes last.
-
-    Full pages: a leaf whose end has lost its window (nothing can resume there) before any other leaf.
-    Windows: an unusable remnant, then pages in front of a node's last window and its tail pages, then those: an
-    identical prompt is looked up one boundary before its end, so the page before the window is part of the end.
-    """
-
-    def __init__(self, window_pages: int, *, tail_pages: int) -> None:
-        self._window_pages = window_pages
-        self._kept_pages = window_pages + tail_pages
-
-    def full_rank(self, node: Node) -> Rank:
-        return (1 if self._end_is_usable(node) else 0, node.access)
-
-    def window_rank(self, node: Node) -> Rank:
-        if node.is_leaf and not self._end_is_usable(node):
-            return (0, node.window_access)
-        return (1 if len(node.window_pages) > self._kept_pages else 2, node.window_access)
-
-    def num_spare_windows(self, node: Node) -> int:
-        spare = len(node.window_pages) - self._kept_pages
-        return spare if spare > 0 else len(node.window_pages)
-
-    def _end_is_usable(self, node: Node) -> bool:
-        return len(node.window_pages) >= min(self._window_pages, node.num_pages)
+_MAX_SECOND_LOOKS = 32
+"""Queued ranks that are looked up again before one victim is taken as it stands."""
 
 
 class TreeLedger:
@@ -69,8 +34,10 @@ class TreeLedger:
         "_tick",
         "_window_victims",
         "anchored",
+        "num_cut_short",
         "num_evicted_full",
         "num_evicted_window",
+        "num_lookups",
         "pool",
         "refs",
         "tree",
@@ -86,6 +53,8 @@ class TreeLedger:
         self.anchored: set[int] = set()
         self.num_evicted_full = 0
         self.num_evicted_window = 0
+        self.num_lookups = 0
+        self.num_cut_short = 0
         self._policy = policy
         self._full_victims = VictimQueue()
         self._window_victims = VictimQueue()
@@ -118,15 +87,16 @@ class TreeLedger:
     def evict_full(self, num_pages: int) -> int:
         """Free up to `num_pages` full pages, from the ends of unused leaves inwards; returns how many were freed."""
         freed = 0
-        while freed < num_pages and (victim := self._full_victims.first()) is not None:
-            node = self.tree.nodes[victim]
+        while freed < num_pages and (node := self._first(self._full_victims, self._policy.full_rank)) is not None:
             parent = node.parent
             assert parent is not None
             full_pages, window_pages = self.tree.truncate(node, min(num_pages - freed, node.num_pages))
             self.pool.full.free(full_pages, PageOwner.TREE)
             self._free_windows(window_pages)
             freed += len(full_pages)
+            self._policy.leaf_lost(node)
             self.refresh(node)
+            self._refresh_above(node)
             self.tidy(parent)
         self.num_evicted_full += freed
         return freed
@@ -134,15 +104,16 @@ class TreeLedger:
     def evict_window(self, num_pages: int) -> int:
         """Free up to `num_pages` window pages, full pages staying; returns how many were freed."""
         freed = 0
-        while freed < num_pages and (victim := self._window_victims.first()) is not None:
-            node = self.tree.nodes[victim]
+        while freed < num_pages and (node := self._first(self._window_victims, self._policy.window_rank)) is not None:
             limit = min(num_pages - freed, self._policy.num_spare_windows(node))
             count = 0
             while count < limit and node.window_pages[count] not in self.refs:
                 count += 1
+            self._policy.ends_lost(node, count)
             self._free_windows(node.window_pages[:count])
             del node.window_pages[:count]
             freed += count
+            self.windows_changed(node)
             self.tidy(node)
         self.num_evicted_window += freed
         return freed
@@ -185,14 +156,34 @@ class TreeLedger:
         pieces = [piece for above in touched for piece in self._drop_windows(above, start, stop, dead)]
         for piece in pieces:
             if piece.node_id in self.tree.nodes:
+                self.windows_changed(piece)
                 self.tidy(piece)
 
     def tidy(self, node: Node) -> None:
         """Join `node` with an only child if nothing can tell, and bring the victim queues up to date."""
         joined = self.tree.merge_down(node)
+        if joined is None:
+            self.refresh(node)
+            return
+        self._policy.overtaken(node, joined)
         self.refresh(node)
-        if joined is not None:
-            self.refresh(joined)
+        self.refresh(joined)
+        self._refresh_above(joined)
+
+    def windows_changed(self, node: Node) -> None:
+        """Windows of `node` came or went: bring the ranks up to date that may have become smaller by it.
+
+        They belong to nodes above that shared a window with it, and to nodes below that fall back on its end. At most
+        MAX_NODES_BELOW of these are looked at; `num_cut_short` counts the times when there were more.
+        """
+        self.refresh(node)
+        if not self._policy.looks_around:
+            return
+        self._refresh_above(node)
+        below, is_all = nodes_looking_up(node, self.window_pages)
+        for one in below:
+            self.refresh(one)
+        self.num_cut_short += not is_all
 
     def refresh(self, node: Node) -> None:
         """Bring the victim queues up to date after any change to `node`."""
@@ -216,20 +207,63 @@ class TreeLedger:
             if above.stop <= floor:
                 break
             above.window_access = self._tick
+            self._policy.touched(above, self.num_lookups)
             self.refresh(above)
 
+    def note_use(self, node: Node) -> None:
+        """A lookup ended at `node`'s end, or the next one probably will."""
+        self._policy.used(node, self.num_lookups)
+        self.refresh(node)
+
+    def note_continuation(self, node: Node, child: Node) -> None:
+        """`node` was a leaf until `child` continued it."""
+        self._policy.overtaken(node, child)
+        self.refresh(node)
+        self.refresh(child)
+        self._refresh_above(node)
+
     def check_victims(self) -> None:
-        """Raise PageStateError unless exactly the evictable nodes are queued, under their present ranks."""
+        """Raise PageStateError unless exactly the evictable nodes are queued, under their present ranks (or, where
+        ranks depend on other nodes, smaller ones)."""
         for node in self.tree.nodes.values():
             inner = node is self.tree.root
             full = None if inner or node.children or node.is_protected else self._policy.full_rank(node)
             free_front = node.window_pages and node.window_pages[0] not in self.refs
             window = self._policy.window_rank(node) if free_front else None
             queued = (self._full_victims.rank(node.node_id), self._window_victims.rank(node.node_id))
-            if queued != (full, window):
+            if any(not self._is_good(was, now) for was, now in zip(queued, (full, window), strict=True)):
                 raise PageStateError(f"node {node.node_id}: queued as {queued}, should be {(full, window)}")
         if max(len(self._full_victims), len(self._window_victims)) > len(self.tree.nodes):
             raise PageStateError("a removed node is still queued")
+
+    def _is_good(self, queued: Rank | None, present: Rank | None) -> bool:
+        if queued is None or present is None or not self._policy.looks_around:
+            return queued == present
+        return queued <= present or self.num_cut_short > 0
+
+    def _first(self, victims: VictimQueue, rank: Callable[[Node], Rank]) -> Node | None:
+        """The node with the smallest rank. Queued ranks may be too small: the first ones are looked up again."""
+        for _ in range(_MAX_SECOND_LOOKS if self._policy.looks_around else 0):
+            item = victims.first()
+            if item is None:
+                return None
+            node = self.tree.nodes[item]
+            queued, present = victims.rank(item), rank(node)
+            if queued is not None and present <= queued:
+                return node
+            victims.put(item, present)
+        item = victims.first()
+        return None if item is None else self.tree.nodes[item]
+
+    def _refresh_above(self, node: Node) -> None:
+        """Ranks of the nodes above whose windows ends at or below `node` may need."""
+        if not self._policy.looks_around:
+            return
+        floor = node.start - self.window_pages
+        for above in self.tree.upwards(node):
+            if above.stop <= floor:
+                break
+            self.refresh(above)
 
     def _drop_windows(self, node: Node, start: int, stop: int, dead: set[int]) -> list[Node]:
         first = node.window_start

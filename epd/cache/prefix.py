@@ -150,13 +150,16 @@ class PrefixCache:
         """
         limit = num_tokens if max_cached_tokens is None else min(num_tokens, max_cached_tokens + 1)
         self._ledger.num_lookups += 1
-        walk = self._walk(keys, limit)
+        found = self._walk(keys, num_tokens)
+        walk = found if limit == num_tokens else self._walk(keys, limit)
+        learns = self.retention.learns_from(found.usable_pages * self.page_size, found.num_pages * self.page_size)
         pages = SequencePages(
             self._ledger,
             self.retention,
             page_size=self.page_size,
             window_tokens=self.window_tokens,
             num_prompt_tokens=num_tokens,
+            junction=found.num_pages if learns else None,
             publishes=self.enabled,
             on_close=self._sequences.discard,
         )

@@ -33,6 +33,8 @@ class Node:
         "access",
         "children",
         "full_pages",
+        "heat",
+        "heat_at",
         "holders",
         "keys",
         "node_id",
@@ -55,6 +57,9 @@ class Node:
         self.holders = 0
         self.access = 0
         self.window_access = 0
+        # How much its end is used, as of a time: a victim policy's (see victims.py).
+        self.heat = 0.0
+        self.heat_at = 0
 
     @property
     def num_pages(self) -> int:
@@ -150,9 +155,10 @@ class RadixTree:
             self.num_protected_pages += len(keys)
 
     def split(self, node: Node, num_pages: int) -> Node:
-        """Cut `node` after `num_pages` pages; returns the new upper part. `node` stays the lower one, locks and all."""
+        """Cut `node` after `num_pages` pages; returns the new upper part. `node` stays the lower one, locks, heat and
+        all."""
         upper = self._new_node(node.parent, node.start)
-        upper.access, upper.window_access = node.access, node.window_access
+        upper.access, upper.window_access, upper.heat_at = node.access, node.window_access, node.heat_at
         upper.holders = 1 if node.is_protected else 0
         upper_window = max(0, len(node.window_pages) - (node.num_pages - num_pages))
         upper.keys, node.keys = node.keys[:num_pages], node.keys[num_pages:]

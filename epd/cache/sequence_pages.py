@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from epd.cache.ledger import TreeLedger
 from epd.cache.radix import Node, common_pages
 from epd.cache.retention import RetentionPolicy
+from epd.cache.sharing import share_pages
 from epd.cache.window import release_frontier, window_floor
 from epd.kv.errors import PageStateError
 from epd.kv.pages import PageOwner
@@ -35,6 +36,7 @@ class SequencePages:
 
     __slots__ = (
         "_has_reopened",
+        "_junctions",
         "_ledger",
         "_node",
         "_num_prompt_tokens",
@@ -71,15 +73,20 @@ class SequencePages:
         page_size: int,
         window_tokens: int,
         num_prompt_tokens: int,
+        junction: int | None,
         publishes: bool,
         on_close: Callable[[SequencePages], None],
     ) -> None:
-        """Made by PrefixCache.begin(), which leases the hit next; `on_close` is told once when the row ends."""
+        """Made by PrefixCache.begin(), which leases the hit next; `on_close` is told once when the row ends.
+
+        `junction` is a page boundary to keep once it is computed, because full pages of other sequences end there.
+        """
         self._ledger = ledger
         self._retention = retention
         self._page_size = page_size
         self._window_tokens = window_tokens
         self._num_prompt_tokens = num_prompt_tokens
+        self._junctions = set() if junction is None else {junction}
         self._publishes = publishes
         self._on_close = on_close
         self._node = ledger.tree.root
@@ -199,6 +206,8 @@ class SequencePages:
         self._let_go(self.window_start + len(self.window_pages))
         ledger.pool.full.free(self.full_pages[self._num_published :], PageOwner.SEQUENCE)
         ledger.touch(self._node)
+        if self._num_published * self._page_size > self.num_cached_tokens:
+            ledger.note_use(self._node)
         ledger.tree.unlock(self._node)
         ledger.tidy(self._node)
         self.full_pages = []
@@ -231,6 +240,9 @@ class SequencePages:
             self._lease_window(window_floor(num_pages, ledger.window_pages))
         self.num_cached_tokens = self.num_committed_tokens = num_pages * self._page_size
         ledger.touch(node)
+        # A lookup that full pages would have taken further does not show that others will end here.
+        if with_window and not self._junctions:
+            ledger.note_use(node)
 
     def _lease_window(self, start: int) -> None:
         runs = []
@@ -251,13 +263,15 @@ class SequencePages:
         while at < stop:
             child = node.children.get(keys[at])
             if child is None:
+                if node.children and node is not ledger.tree.root and self._retention.learns_branches:
+                    self._junctions.add(at)
                 node = self._publish_new(node, keys, at, stop)
                 break
             run = common_pages(child.keys, keys, at, stop)
             if run < child.num_pages:
                 lower, child = child, ledger.tree.split(child, run)
                 ledger.refresh(lower)
-            self._share(child)
+            share_pages(ledger, child, self.full_pages, self.window_pages, self.window_start)
             node, at = child, child.stop
         self._num_published = stop
         self._move_lock(node)
@@ -280,57 +294,44 @@ class SequencePages:
             node.window_pages += window_pages
             ledger.refresh(node)
             return node
+        was_leaf = node is not ledger.tree.root and node.is_leaf
         child = ledger.tree.add_child(node, list(keys[start:stop]), full_pages, window_pages)
+        if was_leaf:
+            ledger.note_continuation(node, child)
         ledger.refresh(node)
         return child
-
-    def _share(self, node: Node) -> None:
-        """Row pages under `node` are in the tree: use its pages, free our duplicates, lend it windows it lacks."""
-        ledger = self._ledger
-        ours = self.full_pages[node.start : node.stop]
-        duplicates = [page for page, kept in zip(ours, node.full_pages, strict=True) if page != kept]
-        self.full_pages[node.start : node.stop] = node.full_pages
-        ledger.pool.full.free(duplicates, PageOwner.SEQUENCE)
-        first = max(node.start, self.window_start)
-        window_start = node.window_start
-        adopted, spare, taken = [], [], []
-        for index in range(first, node.stop if self._ledger.window_pages else first):
-            page = self.window_pages[index - self.window_start]
-            if ledger.pool.window.owner(page) is PageOwner.TREE:
-                continue
-            if index < window_start:
-                adopted.append(page)
-                continue
-            kept_page = node.window_pages[index - window_start]
-            self.window_pages[index - self.window_start] = kept_page
-            spare.append(page)
-            taken.append(kept_page)
-        ledger.pool.window.free(spare, PageOwner.SEQUENCE)
-        ledger.pool.window.hand_over(adopted, PageOwner.SEQUENCE, PageOwner.TREE)
-        ledger.hold_windows(adopted)
-        ledger.hold_windows(taken)
-        node.window_pages = adopted + node.window_pages
-        ledger.refresh(node)
 
     def _adopt_reopened(self) -> None:
         """Windows were written again for pages already published: the tree takes those it lacks."""
         for node in list(self._ledger.tree.upwards(self._node)):
             if node.stop <= self.window_start:
                 break
-            self._share(node)
+            share_pages(self._ledger, node, self.full_pages, self.window_pages, self.window_start)
         self._has_reopened = False
 
     def _set_anchors(self, previous_tokens: int, num_tokens: int) -> None:
-        policy, page_size, window_pages = self._retention, self._page_size, self._ledger.window_pages
-        start, stop, prompt = previous_tokens // page_size, num_tokens // page_size, self._num_prompt_tokens
-        self._anchor(start, min(stop, -(-policy.dense_retention_tokens // page_size)))
-        for boundary in policy.stride_anchors(start, stop, page_size):
-            self._anchor(boundary - window_pages, boundary)
-        if policy.at_chunk_ends and num_tokens <= prompt:
-            self._anchor(stop - window_pages, stop)
-        if previous_tokens < prompt <= num_tokens:
-            boundary = prompt // page_size
-            self._anchor(boundary - window_pages - policy.tail_pages, boundary)
+        window_pages = self._ledger.window_pages
+        for start, stop in self._retention.kept_runs(
+            previous_tokens,
+            num_tokens,
+            num_prompt_tokens=self._num_prompt_tokens,
+            page_size=self._page_size,
+            window_pages=window_pages,
+        ):
+            self._anchor(start, stop)
+        for boundary in sorted(self._junctions):
+            if boundary <= self._num_published:
+                self._junctions.discard(boundary)
+                if self.window_start <= window_floor(boundary, window_pages):
+                    self._anchor(boundary - window_pages, boundary)
+                    self._note_junction(boundary)
+
+    def _note_junction(self, boundary: int) -> None:
+        for node in self._ledger.tree.upwards(self._node):
+            if node.stop <= boundary:
+                if node.stop == boundary and node is not self._node:
+                    self._ledger.note_use(node)
+                return
 
     def _anchor(self, start: int, stop: int) -> None:
         """Keep the windows of published row pages [start, stop), as far as the row still has them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 import hypothesis.strategies as st
 import pytest
@@ -12,6 +13,8 @@ from epd.cache.keys import page_keys
 from epd.cache.prefix import PrefixCache
 from epd.cache.retention import RetentionPolicy
 from epd.cache.sequence_pages import SequencePages
+from epd.cache.victims import WindowEviction, make_policy
+from epd.cache.window import num_window_pages
 from epd.kv.dual import DualPool
 from epd.kv.errors import NoPages
 from tests.oracles.effort import effort
@@ -43,7 +46,13 @@ class PrefixMachine(RuleBasedStateMachine):
             at_chunk_ends=st.booleans(),
             tail_pages=st.integers(1, 2),
             release_interval_tokens=st.sampled_from([1, 1, 3, 8]),
+            long_prompt_tokens=st.sampled_from([10, 65_536]),
+            long_stride_tokens=st.sampled_from([0, 12]),
+            learns_branches=st.booleans(),
+            learning_threshold_tokens=st.sampled_from([1, 4]),
         ),
+        policy=st.sampled_from(get_args(WindowEviction)),
+        heal_tokens=st.sampled_from([0, 0, 5]),
     )
     def start(
         self,
@@ -51,11 +60,26 @@ class PrefixMachine(RuleBasedStateMachine):
         window: tuple[int, int],
         sizes: tuple[int, int],
         retention: RetentionPolicy,
+        policy: WindowEviction,
+        heal_tokens: int,
     ) -> None:
         self.page_size = page_size
         self.window_tokens = max(0, window[0] * page_size + window[1])
         self.pool = DualPool(num_full_pages=sizes[0], num_window_pages=sizes[1])
-        self.cache = PrefixCache(self.pool, page_size=page_size, window_tokens=self.window_tokens, retention=retention)
+        self.cache = PrefixCache(
+            self.pool,
+            page_size=page_size,
+            window_tokens=self.window_tokens,
+            retention=retention,
+            policy=make_policy(
+                policy,
+                window_pages=num_window_pages(self.window_tokens, page_size),
+                tail_pages=retention.tail_pages,
+                page_size=page_size,
+                num_window_pages=sizes[1],
+                heal_tokens=heal_tokens,
+            ),
+        )
         self.oracle = PrefixOracle(page_size=page_size, window_tokens=self.window_tokens, retention=retention)
         self.retention = retention
         self.runs: list[Run] = []

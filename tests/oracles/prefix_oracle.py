@@ -19,6 +19,7 @@ __all__ = ["Entry", "OracleRow", "PrefixOracle", "brute_force_hit", "contents"]
 class Entry:
     """One published page."""
 
+    parent: bytes | None = None
     has_window: bool = False
     anchored: bool = False
     refs: int = 0
@@ -34,6 +35,7 @@ class OracleRow:
     window_start: int = 0
     keys: list[bytes] = field(default_factory=list)
     references: set[int] = field(default_factory=set)
+    junctions: set[int] = field(default_factory=set)
 
 
 def contents(cache: PrefixCache) -> dict[bytes, tuple[int, int | None]]:
@@ -78,6 +80,14 @@ class PrefixOracle:
     def begin(self, keys: Sequence[bytes], num_tokens: int, hit_tokens: int, *, with_window: bool = True) -> OracleRow:
         num_pages = hit_tokens // self.page_size
         row = OracleRow(num_tokens, hit_tokens, num_pages, num_pages, list(keys[:num_pages]))
+        full_only = brute_force_hit(
+            dict.fromkeys(self.entries, True), keys, num_tokens, page_size=self.page_size, window_tokens=0
+        )
+        if (
+            self.retention.learns_branches
+            and full_only - self.hit(keys, num_tokens) >= self.retention.learning_threshold_tokens
+        ):
+            row.junctions.add(full_only // self.page_size)
         if with_window and self.window_tokens:
             row.window_start = max(0, hit_tokens - self.window_tokens) // self.page_size
             for index in range(row.window_start, num_pages):
@@ -92,10 +102,11 @@ class PrefixOracle:
 
     def commit(self, row: OracleRow, num_tokens: int, keys: Sequence[bytes]) -> None:
         previous, row.num_committed_tokens = row.num_committed_tokens, num_tokens
+        self._note_parting(row, keys[: num_tokens // self.page_size])
         row.keys = list(keys[: num_tokens // self.page_size])
         row.num_published = len(row.keys)
         for index, key in enumerate(row.keys):
-            entry = self.entries.setdefault(key, Entry())
+            entry = self.entries.setdefault(key, Entry(row.keys[index - 1] if index else None))
             if self.window_tokens and index >= row.window_start and index not in row.references:
                 entry.has_window = True
                 self._refer(row, index)
@@ -142,18 +153,32 @@ class PrefixOracle:
                     entry.has_window = False
         row.window_start = max(row.window_start, frontier)
 
+    def _note_parting(self, row: OracleRow, keys: Sequence[bytes]) -> None:
+        """The first page nobody has published, after one that somebody has continued otherwise."""
+        new = next((index for index, key in enumerate(keys) if key not in self.entries), 0)
+        parted = any(entry.parent == keys[new - 1] for entry in self.entries.values()) if new else False
+        if parted and self.retention.learns_branches:
+            row.junctions.add(new)
+
     def _anchor_commit(self, row: OracleRow, previous: int) -> None:
         policy, page_size, now, prompt = self.retention, self.page_size, row.num_committed_tokens, row.num_prompt_tokens
         for boundary in range(previous // page_size + 1, now // page_size + 1):
             if (boundary - 1) * page_size < policy.dense_retention_tokens:
                 self._anchor_pages(row, boundary - 1, boundary)
-            stride = max(1, policy.retention_stride_tokens // page_size) if policy.retention_stride_tokens else 0
+            is_long = row.num_prompt_tokens >= policy.long_prompt_tokens
+            stride_tokens = policy.long_stride_tokens if is_long else policy.retention_stride_tokens
+            stride = max(1, stride_tokens // page_size) if stride_tokens else 0
             if stride and boundary % stride == 0:
                 self._anchor_window(row, boundary)
         if policy.at_chunk_ends and now <= prompt:
             self._anchor_window(row, now // page_size)
         if previous < prompt <= now:
             self._anchor_window(row, prompt // page_size, extra=policy.tail_pages)
+        for boundary in [junction for junction in row.junctions if junction <= row.num_published]:
+            row.junctions.discard(boundary)
+            first = max(0, boundary * page_size - self.window_tokens) // page_size
+            if row.window_start <= first:
+                self._anchor_window(row, boundary)
 
     def _anchor_window(self, row: OracleRow, boundary: int, extra: int = 0) -> None:
         first = max(0, boundary * self.page_size - self.window_tokens) // self.page_size
