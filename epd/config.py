@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from epd.cache.victims import WindowEviction
 from epd.types import Role
 from preprocess.config import FetchLimits
 
@@ -50,8 +51,8 @@ class EngineConfig:
     weights: WeightStorage | None = None
     qkv_layout: QkvLayout = "auto"
     threads: int = 1
-    # Draft heads of the model that guess the next tokens (multi-token prediction), 0 to 3: answers are the same with any
-    # number. `draft_max_batch_tokens` bounds what a step of decoding sequences computes with its drafts: the more
+    # How many of the model's draft heads guess next tokens (multi-token prediction), 0 to 3; answers are the same with
+    # any number. `draft_max_batch_tokens` bounds what a step of decoding sequences computes with its drafts: the more
     # sequences decode together, the fewer drafts each has, down to none.
     draft_tokens: int = 0
     draft_max_batch_tokens: int = 16
@@ -68,6 +69,9 @@ class EngineConfig:
     prefix_cache: bool = True
     retention_stride_tokens: int = 4096
     dense_retention_tokens: int = 2048
+    # Which window KV goes first when room is short, see `epd.cache.victims`: the one whose loss costs the fewest tokens
+    # of later hits; or, to compare with, the least recently used one, with ends of branches kept ("tail") or without.
+    window_eviction: WindowEviction = "marginal"
     decode_release_interval_tokens: int = 128
     window_left: int | None = None
     # How long a gateway may be silent before its requests are ended here. Longer than `GatewayConfig.worker_timeout_s`:
@@ -81,6 +85,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _one_of("engine.weights", self.weights, (None, *get_args(WeightStorage)))
+        _one_of("engine.window_eviction", self.window_eviction, get_args(WindowEviction))
         _one_of("engine.qkv_layout", self.qkv_layout, get_args(QkvLayout))
         _one_of("engine.draft_tokens", self.draft_tokens, tuple(range(MAX_DRAFT_TOKENS + 1)))
         _positive(

@@ -131,6 +131,9 @@ class KvTransfer(msgspec.Struct, frozen=True, kw_only=True, tag="kv"):
     from `first_full_page` on; then for each window layer (MTP heads last) K and V of the live window's pages only, from
     `first_window_page` on. `incarnation` is the decode process the prefill side was told to send to; any other refuses.
     `timings` are the prefill worker's, for the decode worker's `Finish`.
+
+    With draft heads two tensors `[R, width]` follow, of the prompt's last R tokens: their embeddings and the model's
+    hidden states; `draft_token_ids` are guesses of what comes after `first_token`.
     """
 
     request_id: str
@@ -148,6 +151,7 @@ class KvTransfer(msgspec.Struct, frozen=True, kw_only=True, tag="kv"):
     healed_tokens: int
     layout_fingerprint: str
     timings: dict[str, float] = {}
+    draft_token_ids: tuple[int, ...] = ()
 
 
 class KvRefused(msgspec.Struct, frozen=True, kw_only=True, tag="kv_refused"):

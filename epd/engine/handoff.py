@@ -7,7 +7,7 @@ layers only the pages of the live window. A page that is not full is sent whole;
 from collections.abc import Sequence
 
 from encoder.wire import TensorFrame
-from epd.engine.plan import HeldTransfer, KvImport, PageTable
+from epd.engine.plan import DraftTail, HeldTransfer, KvImport, PageTable
 from epd.kv.storage import KvStorage, LayerPages
 from epd.transport.frames import to_frame, to_tensor
 from epd.types import KvTransfer
@@ -16,8 +16,10 @@ from epd.types import KvTransfer
 class KvMover:
     """Reads and writes transfers in one worker's storage. `fingerprint` names model, KV layout and dtype."""
 
-    def __init__(self, storage: KvStorage, *, fingerprint: str) -> None:
+    def __init__(self, storage: KvStorage, *, fingerprint: str, hidden_size: int, vocab_size: int) -> None:
         self._storage = storage
+        self._hidden_size = hidden_size
+        self._vocab_size = vocab_size
         self._fingerprint = fingerprint
         self._page_size = storage.layout.page_size
 
@@ -37,8 +39,12 @@ class KvMover:
         cached_tokens: int,
         healed_tokens: int,
         timings: dict[str, float],
+        tail: DraftTail | None = None,
     ) -> HeldTransfer:
-        """Copy the KV of `num_tokens` tokens out of the pages; the pages may be released afterwards."""
+        """Copy the KV of `num_tokens` tokens out of the pages; the pages may be released afterwards.
+
+        `tail` is what draft heads left after as many tokens.
+        """
         storage = self._storage
         num_pages = -(-num_tokens // self._page_size)
         full_pages = table.full_pages[:num_pages]
@@ -50,6 +56,8 @@ class KvMover:
         ):
             for layer in layers:
                 tensors += [to_frame(tensor) for tensor in storage.read_layer(layer, pages)]
+        if tail is not None:
+            tensors += [to_frame(tail.embeds), to_frame(tail.hidden)]
         transfer = KvTransfer(
             request_id=request_id,
             incarnation=incarnation,
@@ -66,6 +74,7 @@ class KvMover:
             healed_tokens=healed_tokens,
             layout_fingerprint=self._fingerprint,
             timings=timings,
+            draft_token_ids=() if tail is None else tail.guesses,
         )
         return HeldTransfer(transfer, tuple(tensors))
 
@@ -92,16 +101,30 @@ class KvMover:
         expected = self._shapes(storage.full_layer_indices, num_pages)
         expected += self._shapes(storage.window_layer_indices, transfer.num_window_pages)
         dtype = str(storage.dtype).removeprefix("torch.")
-        if [(frame.dtype, frame.shape) for frame in held.tensors] != [(dtype, shape) for shape in expected]:
+        kv_tensors = held.tensors[: len(expected)]
+        if [(frame.dtype, frame.shape) for frame in kv_tensors] != [(dtype, shape) for shape in expected]:
             return f"{len(held.tensors)} KV tensors do not have the {len(expected)} shapes of this worker's layers"
+        return self._tail_refusal(held.tensors[len(expected) :], transfer)
+
+    def _tail_refusal(self, tensors: Sequence[TensorFrame], transfer: KvTransfer) -> str | None:
+        """The same of what draft heads left. Without them there is nothing, and nothing was guessed."""
+        if not tensors and not transfer.draft_token_ids:
+            return None
+        shapes = [tensor.shape for tensor in tensors]
+        ids_known = all(0 <= token < self._vocab_size for token in transfer.draft_token_ids)
+        if len(shapes) != 2 or shapes[0] != shapes[1] or shapes[0][1:] != (self._hidden_size,) or not ids_known:
+            return (
+                f"{len(shapes)} tensors of shapes {shapes} came after the KV, with guesses {transfer.draft_token_ids}: "
+                f"two of shape [rows, {self._hidden_size}] and ids below {self._vocab_size} are expected"
+            )
         return None
 
     def write(self, planned: KvImport) -> None:
         """Fill the table's pages: full pages from `first_full_page` on, windows as far as it has pages."""
         storage, table, transfer = self._storage, planned.pages, planned.held.transfer
         tensors = [to_tensor(frame) for frame in planned.held.tensors]
-        pairs = list(zip(tensors[::2], tensors[1::2], strict=True))
-        num_full = len(storage.full_layer_indices)
+        num_full, num_window = len(storage.full_layer_indices), len(storage.window_layer_indices)
+        pairs = list(zip(tensors[::2], tensors[1::2], strict=True))[: num_full + num_window]
         full_pages = table.full_pages[planned.first_full_page : transfer.num_full_pages]
         for layer, pair in zip(storage.full_layer_indices, pairs[:num_full], strict=True):
             storage.write_layer(layer, full_pages, _from(pair, planned.first_full_page))
@@ -113,6 +136,16 @@ class KvMover:
     def _shapes(self, layers: Sequence[int], num_pages: int) -> list[tuple[int, ...]]:
         tensors = [tensor for layer in layers for tensor in (self._storage.keys(layer), self._storage.values(layer))]
         return [(num_pages, *tensor.shape[1:]) for tensor in tensors]
+
+
+def draft_tail(held: HeldTransfer) -> DraftTail | None:
+    """What draft heads left after the transfer's tokens, with tensors on the CPU; None if the sender has no heads."""
+    transfer = held.transfer
+    frames = held.tensors[2 * (transfer.num_full_layers + transfer.num_window_layers) :]
+    if not frames:
+        return None
+    embed_RD, hidden_RD = (to_tensor(frame) for frame in frames)
+    return DraftTail(transfer.num_tokens, transfer.draft_token_ids, embed_RD, hidden_RD)
 
 
 def size_bytes(held: HeldTransfer) -> int:

@@ -311,6 +311,7 @@ class EngineLoop:
             cached_tokens=sequence.num_cached_tokens,
             healed_tokens=sequence.num_healed_tokens,
             timings=sequence.timings(self._clock.monotonic_s()),
+            tail=sequence.draft_tail,
         )
         try:
             self._endpoint.send_to(sequence.decode_address, held.transfer, held.tensors)

@@ -47,8 +47,8 @@ class DraftTail:
 
     num_tokens: int
     guesses: tuple[int, ...]
-    embed_RD: Tensor
-    hidden_RD: Tensor
+    embeds: Tensor
+    hidden: Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,7 +239,9 @@ class _Rows:
 
 def _outcome(step: SequenceStep, computed: tuple[SampledToken, ...] | bool) -> StepOutcome:
     """`computed` is what was sampled (nothing: logits are not finite) or, of a chunk, whether its end is finite."""
+    if computed is True:
+        return StepOutcome()
     if not computed:
         message = f"the model gave numbers that are not finite after {step.stop} tokens"
         return StepOutcome(failure=Failure(status=500, code=NOT_FINITE, message=message))
-    return StepOutcome(() if computed is True else computed)
+    return StepOutcome(computed)

@@ -23,6 +23,14 @@ class SampleRow:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftChain:
+    """A row, and what was guessed to come after it: draft i is right if it is what row `index + i` is sampled as."""
+
+    row: SampleRow
+    drafts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class SampledToken:
     token_id: int
     logprob: TokenLogprob | None = None
@@ -38,18 +46,51 @@ def sample(
     """
     if not rows:
         return []
-    logits_SV = logits_SV[:, :num_token_ids]
-    finite = torch.isfinite(logits_SV).all(dim=-1).tolist()
-    greedy = logits_SV.argmax(dim=-1).tolist()
-    sampled: list[SampledToken | None] = []
-    for position, row in enumerate(rows):
-        if not finite[position]:
-            sampled.append(None)
-            continue
-        logits_V = logits_SV[position]
-        token_id = greedy[position] if row.sampling.temperature == 0 else _draw(logits_V, row)
-        sampled.append(SampledToken(token_id, _logprob(logits_V, token_id, row.sampling.top_logprobs)))
+    table = _Logits(logits_SV[:, :num_token_ids])
+    return [table.token(position, row) for position, row in enumerate(rows)]
+
+
+def sample_chains(
+    logits_SV: Tensor, chains: Sequence[DraftChain], *, num_token_ids: int | None = None
+) -> list[tuple[SampledToken, ...]]:
+    """The tokens of every chain: drafts that were right, and one more. None at all where its first row is not finite.
+
+    Each chain owns one row and one for each draft. A row is sampled as `sample` would, and only while every draft
+    before it is what was sampled: so the tokens are those of sampling one at a time, whatever the drafts are.
+    """
+    if not chains:
+        return []
+    table, first, sampled = _Logits(logits_SV[:, :num_token_ids]), 0, []
+    for chain in chains:
+        tokens: list[SampledToken] = []
+        # After the last draft comes a token that nothing was guessed for.
+        for number, draft in enumerate((*chain.drafts, None)):
+            token = table.token(first + number, SampleRow(chain.row.sampling, chain.row.index + number))
+            if token is None:
+                # The next step begins here, and fails if it still is not finite without a wrong draft beside it.
+                break
+            tokens.append(token)
+            if token.token_id != draft:
+                break
+        sampled.append(tuple(tokens))
+        first += 1 + len(chain.drafts)
     return sampled
+
+
+class _Logits:
+    """Rows of one forward: what is asked of all of them in one go, and the rest row by row."""
+
+    def __init__(self, logits_SV: Tensor) -> None:
+        self._logits_SV = logits_SV
+        self._finite = torch.isfinite(logits_SV).all(dim=-1).tolist()
+        self._greedy = logits_SV.argmax(dim=-1).tolist()
+
+    def token(self, position: int, row: SampleRow) -> SampledToken | None:
+        if not self._finite[position]:
+            return None
+        logits_V = self._logits_SV[position]
+        token_id = self._greedy[position] if row.sampling.temperature == 0 else _draw(logits_V, row)
+        return SampledToken(token_id, _logprob(logits_V, token_id, row.sampling.top_logprobs))
 
 
 def uniform(seed: int, index: int) -> float:

@@ -178,9 +178,7 @@ class Scheduler:
             budget -= num_planned
         return StepPlan(tuple(steps.values()), self._plan_imports(), num_drafts)
 
-    def _plan_step(
-        self, sequence: Sequence, budget: int, steps: dict[str, SequenceStep], num_drafts: int = 0
-    ) -> int:
+    def _plan_step(self, sequence: Sequence, budget: int, steps: dict[str, SequenceStep], num_drafts: int = 0) -> int:
         """Add the sequence's next tokens to `steps`, and up to `num_drafts` guesses if it decodes; returns how many
         tokens that is, 0 if it has to wait for pages."""
         if sequence.pages is None:

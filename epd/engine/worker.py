@@ -12,6 +12,8 @@ import torch
 
 from epd.cache.prefix import PrefixCache
 from epd.cache.retention import RetentionPolicy
+from epd.cache.victims import make_policy
+from epd.cache.window import num_window_pages
 from epd.config import EngineConfig
 from epd.engine.admission import Limits
 from epd.engine.clock import Clock
@@ -143,19 +145,14 @@ def build_engine(
         ).eval()
     if config.draft_tokens > model.num_mtp_layers:
         raise ValueError(
-            f"engine.draft_tokens is {config.draft_tokens}, {config.model_dir.name} has {model.num_mtp_layers} draft heads"
+            f"engine.draft_tokens is {config.draft_tokens}, {config.model_dir.name} holds {model.num_mtp_layers} draft "
+            "heads"
         )
     clock = Clock() if clock is None else clock
     layout, retention = _layout(model.config, config, dtype), _retention(config)
     pools = _plan(config, layout, retention)
     storage = _storage(layout, pools, dtype, device)
-    cache = PrefixCache(
-        DualPool(num_full_pages=pools.num_full_pages, num_window_pages=pools.num_window_pages),
-        page_size=config.page_size,
-        window_tokens=layout.window_tokens,
-        retention=retention,
-        enabled=config.prefix_cache,
-    )
+    cache = _cache(config, model.config, layout, pools, retention)
     fingerprint = kv_fingerprint(config.model_dir, layout, arithmetic=kv_arithmetic(config))
     identity = _identity(config, model.config, pools)
     feed = EmbeddingFeed(
@@ -276,6 +273,27 @@ def _retention(config: EngineConfig) -> RetentionPolicy:
         dense_retention_tokens=config.dense_retention_tokens,
         retention_stride_tokens=config.retention_stride_tokens,
         release_interval_tokens=config.decode_release_interval_tokens,
+    )
+
+
+def _cache(
+    config: EngineConfig, text: TextConfig, layout: KvLayout, pools: PoolPlan, retention: RetentionPolicy
+) -> PrefixCache:
+    policy = make_policy(
+        config.window_eviction,
+        window_pages=num_window_pages(layout.window_tokens, config.page_size),
+        tail_pages=retention.tail_pages,
+        page_size=config.page_size,
+        num_window_pages=pools.num_window_pages,
+        heal_tokens=sum(layer.window_left or 0 for layer in text.layers),
+    )
+    return PrefixCache(
+        DualPool(num_full_pages=pools.num_full_pages, num_window_pages=pools.num_window_pages),
+        page_size=config.page_size,
+        window_tokens=layout.window_tokens,
+        retention=retention,
+        enabled=config.prefix_cache,
+        policy=policy,
     )
 
 

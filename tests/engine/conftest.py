@@ -133,6 +133,7 @@ def make_bench(checkpoint: Checkpoint) -> Iterator[MakeBench]:
         links: dict[str, Mailbox] | None = None,
         address: str = "worker",
         clock: FakeClock | None = None,
+        checkpoint: Checkpoint = checkpoint,
         **changes: object,
     ) -> Bench:
         config = replace(

@@ -32,9 +32,10 @@ CHANGES: dict[str, object] = {
 }
 
 
-def write_checkpoint(folder: Path) -> HybridModel:
-    """Write `config.json` and `model.safetensors`; returns the model they hold."""
-    model = tiny_model(**CHANGES)
+def write_checkpoint(folder: Path, model: HybridModel | None = None) -> HybridModel:
+    """Write `config.json` and `model.safetensors`; returns the model they hold: `model`, of the same configuration, or
+    a random one without draft heads."""
+    model = tiny_model(**CHANGES) if model is None else model
     (folder / "config.json").write_text(json.dumps(CONFIG | CHANGES))
     save_file(export_text_state(model, torch.float32), folder / "model.safetensors")
     return model.eval()
