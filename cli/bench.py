@@ -41,7 +41,10 @@ _RUNS = 3
 _PLOT_NEEDS = "matplotlib"
 
 Only = Annotated[
-    list[str] | None, typer.Option(help="Run this case; may be given several times. A wrong name lists them.")
+    list[str] | None,
+    typer.Option(
+        help="Run this case, or all whose names begin so; may be given several times. A wrong name lists them."
+    ),
 ]
 Runs = Annotated[int, typer.Option(min=1, help="Rounds per case; results are medians.")]
 Quick = Annotated[
@@ -120,6 +123,45 @@ def encoder(
     _bench("encoder", CASES, PACKAGES, asked)
 
 
+@bench.command()
+def kv(
+    only: Only = None,
+    runs: Runs = _RUNS,
+    quick: Quick = False,
+    threads: Threads = None,
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
+    list_cases: ListCases = False,
+    workloads: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where agent.toml, conversation.toml and synthetic.toml are.",
+            show_default="those of configs/bench",
+        ),
+    ] = None,
+) -> None:
+    """The KV cache: bytes per token, hits at equal bytes, time to the first token, and the engine's speed.
+
+    Hits are counted in a replay of drawn workloads on the real cache, with no model behind it, and are the same on
+    every machine: agents at work, people in conversation, questions about documents. Ours stands against a single pool
+    of as many bytes, against itself without one of its parts, and against a cache that loses nothing. A hit rate is the
+    share of prompt tokens that went through no model; what healing computes again counts as computed. `--plot` also
+    draws hit rates over the bytes there are.
+
+    Example: mimo bench kv --json kv.json --plot kv.png
+
+    Example: mimo bench kv --only agent
+    """
+    from cli.bench_kv import PACKAGES, kv_cases, left_out
+
+    missing = left_out()
+    if missing is not None:
+        console.print(f"mimo bench: {missing}", style="yellow", markup=False, soft_wrap=True)
+    asked = _Asked(only or [], runs, quick, threads or num_cores(), json_file, plot, list_cases)
+    _bench("kv", kv_cases(workloads), PACKAGES, asked)
+
+
 @dataclass(frozen=True, slots=True)
 class _Asked:
     """The flags that all groups share."""
@@ -154,15 +196,19 @@ def _bench(group_name: str, cases: Sequence[Case], packages: Sequence[str], aske
 
 
 def chosen_cases(cases: Sequence[Case], named: Sequence[str], group_name: str) -> list[Case]:
-    """The cases of these names, with or without the group's name in front; all when none is named.
+    """The cases of these names, or that begin with them up to an underscore, with or without the group's name in front;
+    all when none is named.
 
     Raises ConfigError listing the names.
     """
-    by_name = {case.name: case for case in cases}
-    wanted = [name if name in by_name else f"{group_name}.{name}" for name in named]
-    for name, full in zip(named, wanted, strict=True):
-        if full not in by_name:
-            raise ConfigError(f"--only names {name!r}; allowed: {', '.join(by_name)}")
+    names = [case.name for case in cases]
+    wanted: set[str] = set()
+    for name in named:
+        full = name if name.startswith(f"{group_name}.") else f"{group_name}.{name}"
+        found = {full} & set(names) or {other for other in names if other.startswith(f"{full}_")}
+        if not found:
+            raise ConfigError(f"--only names {name!r}; allowed: {', '.join(names)}")
+        wanted |= found
     return [case for case in cases if not wanted or case.name in wanted]
 
 

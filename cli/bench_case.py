@@ -15,10 +15,10 @@ from typing import Any, Literal, Protocol
 
 from cli.bench_machine import Busyness
 
-Unit = Literal["s", "MB", "req/s", "GFLOP/s", "hits"]
-"""Of a contender's figure. `hits` is the share of requests that a cache answered, 0 to 1."""
-MORE_IS_BETTER: frozenset[Unit] = frozenset({"req/s", "GFLOP/s", "hits"})
-"""Of seconds and megabytes less is better."""
+Unit = Literal["s", "B", "MB", "req/s", "GFLOP/s", "tok/MiB", "hits"]
+"""Of a contender's figure. `hits` is the share of requests, or of their tokens, that a cache answered, 0 to 1."""
+MORE_IS_BETTER: frozenset[Unit] = frozenset({"req/s", "GFLOP/s", "tok/MiB", "hits"})
+"""Of seconds and bytes less is better."""
 Contender = Callable[[], float]
 """Runs once; its figure."""
 

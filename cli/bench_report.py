@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _BUSY_SHARE = 0.1
 _OURS, _PLAIN, _LIMIT = "#2f6fb5", "#777777", "#c2452d"
 # Of the curves of a panel, in their order: colour, and how the line is drawn.
-_STROKES = ((_OURS, "o-"), (_PLAIN, "o-"), (_OURS, "o:"), (_PLAIN, "o:"))
+_STROKES = ((_OURS, "o-"), (_PLAIN, "o-"), (_OURS, "o:"), (_PLAIN, "o:"), (_LIMIT, "o-"), (_LIMIT, "o:"))
 _PANELS_PER_LINE = 2
 _PANEL_INCHES = 3.2
 

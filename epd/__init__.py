@@ -3,10 +3,12 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from epd.cache.prefix import PrefixCache
+    from epd.cache.prefix import PrefixCache, PrefixHit
     from epd.cache.retention import RetentionPolicy
     from epd.cache.sequence_pages import SequencePages
-    from epd.engine.healing import resume
+    from epd.cache.victims import make_policy
+    from epd.engine.heal_cost import HealCost, heal_cost
+    from epd.engine.heal_rows import ring_pages
     from epd.engine.trial import EngineTrial, TrialFailed
     from epd.engine.worker import REFUSALS, EngineThread, run_worker
     from epd.gateway.app import create_app, start_gateway
@@ -32,12 +34,14 @@ __all__ = [
     "EngineTrial",
     "Findings",
     "GgufError",
+    "HealCost",
     "Inspection",
     "KvLayout",
     "MemoryNetwork",
     "NoPages",
     "PoolTooSmall",
     "PrefixCache",
+    "PrefixHit",
     "Renderer",
     "RetentionPolicy",
     "SequencePages",
@@ -45,10 +49,12 @@ __all__ = [
     "TrialFailed",
     "create_app",
     "fetch_limits",
+    "heal_cost",
     "import_gguf",
     "inspect_checkpoint",
+    "make_policy",
     "plan_pools",
-    "resume",
+    "ring_pages",
     "run_gateway",
     "run_worker",
     "start_gateway",
@@ -64,12 +70,14 @@ _HOMES = {
     "EngineTrial": "epd.engine.trial",
     "Findings": "epd.model.checkpoint",
     "GgufError": "epd.model.gguf.errors",
+    "HealCost": "epd.engine.heal_cost",
     "Inspection": "epd.model.checkpoint",
     "KvLayout": "epd.kv.layout",
     "MemoryNetwork": "epd.transport.memory",
     "NoPages": "epd.kv.errors",
     "PoolTooSmall": "epd.kv.errors",
     "PrefixCache": "epd.cache.prefix",
+    "PrefixHit": "epd.cache.prefix",
     "Renderer": "epd.gateway.render",
     "RetentionPolicy": "epd.cache.retention",
     "SequencePages": "epd.cache.sequence_pages",
@@ -77,10 +85,12 @@ _HOMES = {
     "TrialFailed": "epd.engine.trial",
     "create_app": "epd.gateway.app",
     "fetch_limits": "epd.gateway.process",
+    "heal_cost": "epd.engine.heal_cost",
     "import_gguf": "epd.model.gguf.checkpoint",
     "inspect_checkpoint": "epd.model.checkpoint",
+    "make_policy": "epd.cache.victims",
     "plan_pools": "epd.kv.layout",
-    "resume": "epd.engine.healing",
+    "ring_pages": "epd.engine.heal_rows",
     "run_gateway": "epd.gateway.process",
     "run_worker": "epd.engine.worker",
     "start_gateway": "epd.gateway.app",

@@ -1,0 +1,207 @@
+"""The workloads of `mimo bench kv`: agents at work, people in conversation, questions about documents.
+
+All are drawn: no public trace is long or agent-like enough to stand for the first, and the two others are made again
+from the statistics of published traces. What a workload may be told is the fields of its class here, each with its
+meaning in configs/bench/.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cli.bench_kv_draws import Draws, LogNormal, Mixture, Pareto
+from cli.bench_kv_trace import Run, Session, Trace, Turn
+
+__all__ = ["AgentWorkload", "ConversationWorkload", "SyntheticWorkload", "Workload"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentWorkload:
+    seed: int
+    num_sessions: int
+    session_every_s: float
+    num_templates: int
+    template_tokens: tuple[int, int]
+    template_zipf: float
+    steps: tuple[int, int]
+    context_limit: Pareto
+    start_share: tuple[float, float]
+    tool_result: LogNormal
+    answer: LogNormal
+    most_added: int
+    pause: Mixture
+    branch_share: float
+    compaction_share: float
+    compaction_keeps: float
+
+    def trace(self, num_sessions: int | None = None) -> Trace:
+        draws = Draws(self.seed)
+        low, high = self.template_tokens
+        templates = [
+            Run(draws.content(), 0, round(draws.value(Pareto(low, high, 0.2)))) for _ in range(self.num_templates)
+        ]
+        shares = draws.ranks(self.num_templates, self.template_zipf)
+        time_s, sessions = 0.0, []
+        for _ in range(num_sessions or self.num_sessions):
+            sessions.append(Session(time_s, self._turns(draws, templates[draws.choice(shares)])))
+            time_s += self.session_every_s * draws.value(_WAITING)
+        return Trace("agent", tuple(sessions))
+
+    def _turns(self, draws: Draws, template: Run) -> tuple[Turn, ...]:
+        first_step, last_step = self.steps
+        num_steps = first_step + draws.below(last_step - first_step + 1)
+        limit = max(round(draws.value(self.context_limit)), template.length + 2 * self.most_added)
+        task = max(1, round((limit - template.length) * draws.between(*self.start_share)))
+        turns: list[Turn] = []
+        # Tokens at the end of each step since the last compaction: where a branch can go back to.
+        ends: list[int] = []
+        for step in range(num_steps):
+            answer = Run(draws.content(), 0, draws.length(self.answer, self.most_added))
+            if step == 0:
+                kept, added = 0, [template, Run(draws.content(), 0, task)]
+            else:
+                kept, added = self._next(draws, template, ends, limit - answer.length)
+            turns.append(Turn(draws.value(self.pause) if step else 0.0, kept, tuple(added), answer))
+            ends.append(kept + sum(run.length for run in added) + answer.length)
+        return tuple(turns)
+
+    def _next(self, draws: Draws, template: Run, ends: list[int], limit: int) -> tuple[int, list[Run]]:
+        """What the next prompt keeps and adds. Brings `ends` in line."""
+        result = Run(draws.content(), 0, draws.length(self.tool_result, self.most_added))
+        if len(ends) > 1 and draws.chance(self.branch_share):
+            del ends[1 + draws.below(len(ends) - 1) :]
+        if draws.chance(self.compaction_share) or ends[-1] + result.length > limit:
+            summary = max(1, round((ends[-1] - template.length) * self.compaction_keeps))
+            ends.clear()
+            return template.length, [Run(draws.content(), 0, summary), result]
+        return ends[-1], [result]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationWorkload:
+    seed: int
+    span_s: float
+    sessions_per_s: float
+    replayed_share: float
+    fano_per_minute: float
+    head_tokens: int
+    several_turns_share: float
+    more_turns: float
+    long_share: float
+    long_turns: Pareto
+    first_prompt: LogNormal
+    most_prompt: int
+    added: Mixture
+    answer: LogNormal
+    most_answer: int
+    pause: LogNormal
+    retry_share: float
+
+    def trace(self, num_sessions: int | None = None, *, share: float | None = None) -> Trace:
+        """`share` of the sessions, by default those that are replayed."""
+        draws = Draws(self.seed)
+        head = Run(draws.content(), 0, self.head_tokens)
+        rate = self.sessions_per_s * (self.replayed_share if share is None else share)
+        # A part of the sessions of a bursty process is less bursty.
+        fano = 1 + (self.fano_per_minute - 1) * rate / self.sessions_per_s
+        starts = draws.arrivals(rate, self.span_s, fano_per_minute=fano)[:num_sessions]
+        sessions = tuple(Session(start_s, self._turns(draws, head, self.span_s - start_s)) for start_s in starts)
+        return Trace("conversation", sessions)
+
+    def _turns(self, draws: Draws, head: Run, span_s: float) -> tuple[Turn, ...]:
+        turns: list[Turn] = []
+        ends: list[int] = []
+        time_s = 0.0
+        for index in range(self._num_turns(draws)):
+            answer = Run(draws.content(), 0, draws.length(self.answer, self.most_answer))
+            pause_s, kept = 0.0, 0
+            if index == 0:
+                length = draws.length(self.first_prompt, self.most_prompt)
+                added = [Run(head.content, 0, min(head.length, length))]
+                added += [Run(draws.content(), 0, length - head.length)] if length > head.length else []
+            else:
+                pause_s = draws.value(self.pause)
+                time_s += pause_s
+                if len(ends) > 1 and draws.chance(self.retry_share):
+                    del ends[-1]
+                kept = ends[-1]
+                room = self.most_prompt - kept
+                if room < 1:
+                    break
+                added = [Run(draws.content(), 0, draws.length(self.added, room))]
+            # The trace ends when its time is over, whoever is still talking.
+            if time_s > span_s:
+                break
+            turns.append(Turn(pause_s, kept, tuple(added), answer))
+            ends.append(kept + sum(run.length for run in added) + answer.length)
+        return tuple(turns)
+
+    def _num_turns(self, draws: Draws) -> int:
+        if not draws.chance(self.several_turns_share):
+            return 1
+        if draws.chance(self.long_share):
+            return round(draws.value(self.long_turns))
+        return 1 + draws.geometric(self.more_turns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyntheticWorkload:
+    seed: int
+    span_s: float
+    sessions_per_s: float
+    replayed_share: float
+    several_turns_share: float
+    more_turns: float
+    most_turns: int
+    single_prompt: Mixture
+    document: LogNormal
+    most_prompt: int
+    known_document_share: float
+    question: LogNormal
+    fresh_share: float
+    answer: LogNormal
+    most_answer: int
+    pause: LogNormal
+
+    def trace(self, num_sessions: int | None = None, *, share: float | None = None) -> Trace:
+        """`share` of the sessions, by default those that are replayed."""
+        draws = Draws(self.seed)
+        rate = self.sessions_per_s * (self.replayed_share if share is None else share)
+        documents: list[Run] = []
+        sessions = []
+        for start_s in draws.arrivals(rate, self.span_s)[:num_sessions]:
+            sessions.append(Session(start_s, self._turns(draws, documents, self.span_s - start_s)))
+        return Trace("synthetic", tuple(sessions))
+
+    def _turns(self, draws: Draws, documents: list[Run], span_s: float) -> tuple[Turn, ...]:
+        if not draws.chance(self.several_turns_share):
+            prompt = Run(draws.content(), 0, draws.length(self.single_prompt, self.most_prompt))
+            return (Turn(0.0, 0, (prompt,), self._answer(draws)),)
+        if documents and draws.chance(self.known_document_share):
+            document = documents[draws.below(len(documents))]
+        else:
+            document = Run(draws.content(), 0, draws.length(self.document, self.most_prompt))
+            documents.append(document)
+        turns: list[Turn] = []
+        length, time_s = document.length, 0.0
+        for index in range(min(self.most_turns, 1 + draws.geometric(self.more_turns))):
+            pause_s = draws.value(self.pause) if index else 0.0
+            time_s += pause_s
+            # A fresh question is asked of the document alone, another goes on with what was said.
+            kept = 0 if index == 0 else document.length if draws.chance(self.fresh_share) else length
+            question = Run(draws.content(), 0, draws.length(self.question, self.most_prompt))
+            if time_s > span_s or kept + question.length > self.most_prompt:
+                break
+            answer = self._answer(draws)
+            turns.append(Turn(pause_s, kept, (question,) if index else (document, question), answer))
+            length = (kept or document.length) + question.length + answer.length
+        return tuple(turns)
+
+    def _answer(self, draws: Draws) -> Run:
+        return Run(draws.content(), 0, draws.length(self.answer, self.most_answer))
+
+
+Workload = AgentWorkload | ConversationWorkload | SyntheticWorkload
+
+# Between two sessions: as with a Poisson process, roughly, and never far from its mean of 1.
+_WAITING = LogNormal(-0.125, 0.5)
