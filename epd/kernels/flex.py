@@ -30,7 +30,7 @@ _COMPILED_LIMITS = ReadLimits(max_queries=_QUERY_BLOCK, max_scores=1 << 26, pads
 _PLAIN_LIMITS = ReadLimits(max_queries=_QUERY_BLOCK, max_scores=1 << 20)
 # What Triton's matrix product takes.
 _MIN_PAGE = 16
-# Forms of the kernel: window or not, one query or a block of them, geometries, and torch's own cases of one row or page.
+# Forms of the kernel: with a window or without, one query or a block, geometries, and one row or page apart from more.
 _MAX_FORMS = 64
 
 Kernel = Callable[..., tuple[Tensor, Any]]

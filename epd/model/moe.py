@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from epd.kernels.cuda_experts import static_experts, static_obstacle
 from epd.model.config import MoeConfig
 from epd.model.packed import linear
 
@@ -77,6 +78,8 @@ class Moe(nn.Module):
         """Return the output [T, D] and how many tokens each expert was given, int64 [E]."""
         choice_TA, weight_TA = self.route(hidden_TD)
         expert_of_row = choice_TA.flatten()
+        if self._is_static(hidden_TD, expert_of_row.shape[0]):
+            return self._static(hidden_TD, choice_TA, weight_TA)
         counts_E = torch.bincount(expert_of_row, minlength=self._config.num_experts)
         if hidden_TD.shape[0] == 1 and not torch.is_grad_enabled():
             return self._one_token(hidden_TD, choice_TA[0].tolist(), weight_TA[0]), counts_E
@@ -88,6 +91,22 @@ class Moe(nn.Module):
         weighted = out_rows.float() * weight_TA.flatten().index_select(0, order)[:, None]
         out_TD = torch.zeros(hidden_TD.shape, dtype=torch.float32, device=hidden_TD.device)
         return out_TD.index_add(0, token_of_row, weighted).to(hidden_TD.dtype), counts_E
+
+    def _is_static(self, hidden_TD: Tensor, num_rows: int) -> bool:
+        """Whether shapes must not depend on the routing: on CUDA, where to ask for counts is to wait."""
+        if not hidden_TD.is_cuda or torch.is_grad_enabled():
+            return False
+        if not isinstance(self.gate_up, Tensor) or not isinstance(self.down, Tensor):
+            return False
+        return static_obstacle(self.gate_up, self.down, num_rows=num_rows, dtype=hidden_TD.dtype) is None
+
+    def _static(self, hidden_TD: Tensor, choice_TA: Tensor, weight_TA: Tensor) -> tuple[Tensor, Tensor]:
+        assert isinstance(self.gate_up, Tensor), "packed experts"
+        assert isinstance(self.down, Tensor), "packed experts"
+        expert_of_row = choice_TA.flatten()
+        counts_E = torch.zeros(self.num_experts, dtype=torch.int64, device=hidden_TD.device)
+        counts_E = counts_E.scatter_add(0, expert_of_row, torch.ones_like(expert_of_row))
+        return static_experts(hidden_TD, choice_TA, weight_TA, self.gate_up, self.down), counts_E
 
     def _one_token(self, hidden_1D: Tensor, choice_A: list[int], weight_A: Tensor) -> Tensor:
         """A decode step of one sequence: nothing to sort."""

@@ -13,18 +13,19 @@ Rotation = tuple[Tensor, Tensor]
 
 def rotation(positions_T: Tensor, *, theta: float, rotary_dim: int) -> Rotation:
     """Return the cosine and sine tables, fp32 [T, R / 2] each. `positions_T` is any integer dtype."""
-    inv_freq = _inverse_frequencies(theta, rotary_dim).to(positions_T.device)
+    inv_freq = _inverse_frequencies(theta, rotary_dim, positions_T.device)
     angle = positions_T.to(torch.float32)[:, None] * inv_freq
     return angle.cos(), angle.sin()
 
 
 @cache
-def _inverse_frequencies(theta: float, rotary_dim: int) -> Tensor:
+def _inverse_frequencies(theta: float, rotary_dim: int, device: torch.device) -> Tensor:
     # Built on the CPU in fp32 whatever the default dtype or device is, so that every backend rotates alike; kept, so it
-    # must not be a tensor of inference mode, which training could not use.
+    # must not be a tensor of inference mode, which training could not use. Kept on the device, since nothing may be
+    # copied from the host while a CUDA graph is recorded.
     with torch.inference_mode(False):
         exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
-        return 1.0 / theta**exponent
+        return (1.0 / theta**exponent).to(device)
 
 
 def rotate(x_TNH: Tensor, table: Rotation) -> Tensor:
