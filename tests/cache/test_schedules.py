@@ -6,69 +6,14 @@ Long because each schedule is told whole, next to its neighbours, and shares the
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 
 import pytest
 
-from epd.cache.keys import PageKeyChain, page_keys
-from epd.cache.prefix import PrefixCache
+from epd.cache.keys import PageKeyChain
 from epd.cache.retention import RetentionPolicy
-from epd.cache.sequence_pages import SequencePages
-from epd.kv.dual import DualPool
 from epd.kv.errors import NoPages, PageStateError
-
-SEED = b"model/layout"
-
-
-@dataclass
-class Bench:
-    """A cache, and sequences driven through it the way an engine would."""
-
-    page_size: int = 4
-    window_tokens: int = 8
-    num_full: int = 400
-    num_window: int = 200
-    retention: RetentionPolicy = field(
-        default_factory=lambda: RetentionPolicy(retention_stride_tokens=0, at_chunk_ends=False)
-    )
-    enabled: bool = True
-
-    def __post_init__(self) -> None:
-        self.pool = DualPool(num_full_pages=self.num_full, num_window_pages=self.num_window)
-        self.cache = PrefixCache(
-            self.pool,
-            page_size=self.page_size,
-            window_tokens=self.window_tokens,
-            retention=self.retention,
-            enabled=self.enabled,
-        )
-
-    def keys(self, tokens: list[int]) -> list[bytes]:
-        return page_keys(tokens, [], page_size=self.page_size, seed=SEED)
-
-    def prefill(self, tokens: list[int], *, chunk_tokens: int = 1000) -> SequencePages:
-        keys = self.keys(tokens)
-        pages = self.cache.begin(keys, len(tokens))
-        while pages.num_committed_tokens < len(tokens):
-            stop = min(len(tokens), pages.num_committed_tokens + chunk_tokens)
-            pages.extend(stop)
-            pages.commit(stop, keys)
-            self.cache.check()
-        return pages
-
-    def serve(self, tokens: list[int], *, chunk_tokens: int = 1000) -> int:
-        """One whole request; returns the tokens that were cached."""
-        pages = self.prefill(tokens, chunk_tokens=chunk_tokens)
-        pages.finish()
-        self.cache.check()
-        return pages.num_cached_tokens
-
-    def hit(self, tokens: list[int]) -> int:
-        return self.cache.match(self.keys(tokens), len(tokens)).num_tokens
-
-
-def text(session: int, num_tokens: int) -> list[int]:
-    return [session * 10_000 + position for position in range(num_tokens)]
+from tests.fakes.cache_driver import SEED, text
+from tests.fakes.cache_driver import CacheDriver as Bench
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16, 256])
