@@ -58,6 +58,8 @@ class EngineConfig:
     draft_max_batch_tokens: int = 16
     # How attention over pages is computed, see `epd.kernels.backends`; "auto" takes the fastest there is here.
     attention: str = "auto"
+    # On CUDA, whether steps of one token per sequence are recorded and replayed as graphs, see `epd.engine.graphs`.
+    cuda_graphs: bool = True
     page_size: int = 16
     kv_budget_bytes: int = 256 << 20
     expected_sequence_tokens: int = 2048

@@ -17,6 +17,7 @@ from torch import Tensor
 from encoder.errors import EmbeddingLost
 from encoder.types import EmbeddingRef
 from epd.engine.draft_heads import DraftHeads, HeadRun
+from epd.engine.graphs import DecodeGraphs
 from epd.engine.handoff import KvMover
 from epd.engine.heal_forward import heal_windows
 from epd.engine.plan import (
@@ -60,16 +61,18 @@ class Runner:
         *,
         num_token_ids: int | None = None,
         num_heads: int = 0,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         """`num_token_ids`: token ids from there on are never sampled; None for a model without a tokenizer.
 
-        `num_heads` of the model's draft heads are run, and have layers in the storage.
+        `num_heads` of the model's draft heads are run, and have layers in the storage. `graphs` take steps they know.
         """
         self._model = model
         self._num_token_ids = num_token_ids
         self._mover = mover
         self._embeddings = embeddings
         self._attention = attention
+        self._graphs = graphs
         self._device = storage.device
         self._page_size = storage.layout.page_size
         self._heads: DraftHeads | None = None
@@ -123,16 +126,25 @@ class Runner:
         self, steps: Sequence[SequenceStep], media: Sequence[_StepMedia], *, num_drafts: int
     ) -> dict[str, StepOutcome]:
         rows = _Rows(steps, media)
-        embed_ED = merge_embeddings(self._model.embed(self._index(rows.token_ids)), rows.spans)
-        positions_T = torch.cat([torch.arange(step.start, step.computed_stop) for step in steps]).to(self._device)
-        attention = self._attention.context([self._paged(step, step.start, step.computed_stop) for step in steps])
-        hidden_TD = self._model(embed_ED[: rows.num_computed], positions_T, attention)
-        tokens = iter(self._sample(hidden_TD, rows.sampled, rows.chains))
+        decoded = None if self._graphs is None else self._graphs.run(steps)
+        if decoded is None:
+            embed_ED, hidden_TD = self._forward(steps, rows)
+            logits_SV = self._model.logits(hidden_TD[self._index(rows.sampled)]) if rows.sampled else None
+        else:
+            embed_ED, hidden_TD, logits_SV = decoded.embed, decoded.hidden, decoded.logits
+        tokens = iter(self._sample(logits_SV, rows.chains))
         is_sound = iter(self._are_finite(hidden_TD, rows.chunk_ends))
         outcomes = {
             step.request_id: _outcome(step, next(is_sound) if step.sample is None else next(tokens)) for step in steps
         }
         return self._draft(rows, embed_ED, hidden_TD, outcomes, num_drafts) if self._heads is not None else outcomes
+
+    def _forward(self, steps: Sequence[SequenceStep], rows: _Rows) -> tuple[Tensor, Tensor]:
+        """Embeddings [E, D] and normed hidden states [T, D]."""
+        embed_ED = merge_embeddings(self._model.embed(self._index(rows.token_ids)), rows.spans)
+        positions_T = torch.cat([torch.arange(step.start, step.computed_stop) for step in steps]).to(self._device)
+        attention = self._attention.context([self._paged(step, step.start, step.computed_stop) for step in steps])
+        return embed_ED, self._model(embed_ED[: rows.num_computed], positions_T, attention)
 
     def _draft(
         self, rows: _Rows, embed_ED: Tensor, hidden_TD: Tensor, outcomes: dict[str, StepOutcome], num_drafts: int
@@ -148,11 +160,8 @@ class Runner:
             request_id: replace(outcomes[request_id], tail=tail) for request_id, tail in zip(ids, tails, strict=True)
         }
 
-    def _sample(self, hidden_TD: Tensor, rows: list[int], chains: list[DraftChain]) -> list[tuple[SampledToken, ...]]:
-        if not rows:
-            return []
-        logits_SV = self._model.logits(hidden_TD[self._index(rows)])
-        return sample_chains(logits_SV, chains, num_token_ids=self._num_token_ids)
+    def _sample(self, logits_SV: Tensor | None, chains: list[DraftChain]) -> list[tuple[SampledToken, ...]]:
+        return [] if logits_SV is None else sample_chains(logits_SV, chains, num_token_ids=self._num_token_ids)
 
     def _are_finite(self, hidden_TD: Tensor, rows: list[int]) -> list[bool]:
         if not rows:

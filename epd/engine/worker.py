@@ -19,6 +19,7 @@ from epd.engine.admission import Limits
 from epd.engine.clock import Clock
 from epd.engine.drafting import DraftPolicy
 from epd.engine.feed import EmbeddingFeed, RowSource
+from epd.engine.graphs import DecodeGraphs, ScratchPages, make_graphs
 from epd.engine.handoff import KvMover
 from epd.engine.heal_cost import heal_cost
 from epd.engine.identity import WorkerIdentity, kv_arithmetic, kv_fingerprint, new_incarnation
@@ -28,6 +29,7 @@ from epd.engine.runner import Runner
 from epd.engine.scheduler import Scheduler, SchedulerConfig
 from epd.engine.tokens import count_token_ids
 from epd.kernels.backends import make_backend
+from epd.kernels.base import AttentionBackend
 from epd.kv.dual import DualPool
 from epd.kv.errors import PoolTooSmall
 from epd.kv.layout import KvLayout, PoolPlan, plan_pools
@@ -151,7 +153,9 @@ def build_engine(
     clock = Clock() if clock is None else clock
     layout, retention = _layout(model.config, config, dtype), _retention(config)
     pools = _plan(config, layout, retention)
-    storage = _storage(layout, pools, dtype, device)
+    has_graphs = config.cuda_graphs and device.type == "cuda"
+    storage = _storage(layout, pools, dtype, device, num_scratch=int(has_graphs))
+    attention = make_backend(config.attention, storage, page_size=config.page_size, device_type=device.type)
     cache = _cache(config, model.config, layout, pools, retention)
     fingerprint = kv_fingerprint(config.model_dir, layout, arithmetic=kv_arithmetic(config))
     identity = _identity(config, model.config, pools)
@@ -172,9 +176,10 @@ def build_engine(
             storage,
             mover,
             feed,
-            make_backend(config.attention, storage, page_size=config.page_size, device_type=device.type),
+            attention,
             num_token_ids=count_token_ids(config.model_dir),
             num_heads=config.draft_tokens,
+            graphs=_graphs(config, model, attention, identity, pools, device) if has_graphs else None,
         ),
         mover=mover,
         cache=cache,
@@ -241,7 +246,30 @@ def _device(config: EngineConfig) -> torch.device:
     return device
 
 
-def _storage(layout: KvLayout, pools: PoolPlan, dtype: torch.dtype, device: torch.device) -> KvStorage:
+def _graphs(
+    config: EngineConfig,
+    model: HybridModel,
+    attention: AttentionBackend,
+    identity: WorkerIdentity,
+    pools: PoolPlan,
+    device: torch.device,
+) -> DecodeGraphs | None:
+    return make_graphs(
+        model,
+        attention,
+        max_running=config.max_running,
+        max_table_pages=-(-identity.max_context_tokens // config.page_size),
+        # Those after the pools' own.
+        scratch=ScratchPages(full=pools.num_full_pages, window=pools.num_window_pages),
+        page_size=config.page_size,
+        device=device,
+    )
+
+
+def _storage(
+    layout: KvLayout, pools: PoolPlan, dtype: torch.dtype, device: torch.device, *, num_scratch: int
+) -> KvStorage:
+    """The pages of both pools, and `num_scratch` in each that no pool knows of, on top of the budget."""
     # Linux grants memory that is not there and kills the process once it is used: better to ask first.
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if device.type == "cpu" and pools.size_bytes > host_bytes:
@@ -249,8 +277,8 @@ def _storage(layout: KvLayout, pools: PoolPlan, dtype: torch.dtype, device: torc
     try:
         return KvStorage(
             layout,
-            num_full_pages=pools.num_full_pages,
-            num_window_pages=pools.num_window_pages,
+            num_full_pages=pools.num_full_pages + num_scratch,
+            num_window_pages=pools.num_window_pages + num_scratch,
             dtype=dtype,
             device=device,
         )
