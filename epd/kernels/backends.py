@@ -6,12 +6,15 @@ only when it is asked about, so that a backend's own dependencies cost nothing t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from epd.kernels.base import AttentionBackend, KvStorage, PagedSequence
 from epd.kernels.reference import PagedAttention
+
+logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 
@@ -25,10 +28,11 @@ class MakeBackend(Protocol):
 @dataclass(frozen=True, slots=True)
 class BackendKind:
     """One way of attending: `make`, and `obstacle`, which says why it cannot run on a device of the type "cpu" or
-    "cuda", in words for a person; None where it can."""
+    "cuda", in words for a person; None where it can. `misfit` says the same of pages of one shape and dtype."""
 
     make: MakeBackend
     obstacle: Callable[[str], str | None]
+    misfit: Callable[[KvStorage, int], str | None] = lambda storage, page_size: None
 
 
 class ReferenceBackend:
@@ -49,13 +53,53 @@ def _none(device_type: str) -> str | None:
     return None
 
 
+def _cuda_only(device_type: str) -> str | None:
+    return None if device_type == "cuda" else "it runs on CUDA devices only"
+
+
+def _make_sdpa(storage: KvStorage, *, page_size: int) -> AttentionBackend:
+    from epd.kernels.cuda_sdpa import SdpaBackend
+
+    return SdpaBackend(storage, page_size=page_size)
+
+
+def _make_flex(storage: KvStorage, *, page_size: int) -> AttentionBackend:
+    from epd.kernels.flex import FlexBackend
+
+    return FlexBackend(storage, page_size=page_size)
+
+
+def _flex_misfit(storage: KvStorage, page_size: int) -> str | None:
+    from epd.kernels.flex import compile_obstacle
+
+    # On a CPU it is not compiled.
+    if storage.keys(0).device.type == "cpu":
+        return None
+    return compile_obstacle(storage, page_size=page_size)
+
+
+def _make_flashinfer(storage: KvStorage, *, page_size: int) -> AttentionBackend:
+    from epd.kernels.flashinfer import FlashInferBackend
+
+    return FlashInferBackend(storage, page_size=page_size)
+
+
+def _flashinfer_misfit(storage: KvStorage, page_size: int) -> str | None:
+    from epd.kernels.flashinfer import obstacle
+
+    return obstacle(storage)
+
+
 BACKENDS: Mapping[str, BackendKind] = {
     "reference": BackendKind(ReferenceBackend, _none),
+    "sdpa": BackendKind(_make_sdpa, _none),
+    "flex": BackendKind(_make_flex, _none, _flex_misfit),
+    "flashinfer": BackendKind(_make_flashinfer, _cuda_only, _flashinfer_misfit),
 }
 # What "auto" takes on each type of device: the first that can run there.
 AUTO_ORDER: Mapping[str, Sequence[str]] = {
     "cpu": ("reference",),
-    "cuda": ("reference",),
+    "cuda": ("flashinfer", "flex", "sdpa"),
 }
 
 
@@ -65,10 +109,29 @@ def make_backend(name: str, storage: KvStorage, *, page_size: int, device_type: 
     `device_type` is "cpu" or "cuda". Raises ValueError for an unknown name, or one that cannot run here, saying why.
     """
     if name == AUTO:
-        name = next(each for each in AUTO_ORDER[device_type] if BACKENDS[each].obstacle(device_type) is None)
+        return _first_that_fits(storage, page_size, device_type)
     if name not in BACKENDS:
         raise ValueError(f"engine.attention is {name!r}; allowed: {', '.join((AUTO, *BACKENDS))}")
-    obstacle = BACKENDS[name].obstacle(device_type)
-    if obstacle is not None:
-        raise ValueError(f"engine.attention = {name!r} cannot run on {device_type} here: {obstacle}")
+    reason = _reason_against(name, storage, page_size, device_type)
+    if reason is not None:
+        raise ValueError(f"engine.attention = {name!r} cannot run on {device_type} here: {reason}")
     return BACKENDS[name].make(storage, page_size=page_size)
+
+
+def _first_that_fits(storage: KvStorage, page_size: int, device_type: str) -> AttentionBackend:
+    """The first of the device's order, with one line in the log about those before it; the last one always fits."""
+    passed_over = []
+    for name in AUTO_ORDER[device_type]:
+        reason = _reason_against(name, storage, page_size, device_type)
+        if reason is None:
+            if passed_over:
+                logger.info('attention: "%s", since %s', name, "; ".join(passed_over))
+            return BACKENDS[name].make(storage, page_size=page_size)
+        passed_over.append(f'"{name}" cannot: {reason}')
+    raise ValueError(f"no attention backend runs on {device_type} here: {'; '.join(passed_over)}")
+
+
+def _reason_against(name: str, storage: KvStorage, page_size: int, device_type: str) -> str | None:
+    kind = BACKENDS[name]
+    obstacle = kind.obstacle(device_type)
+    return kind.misfit(storage, page_size) if obstacle is None else obstacle

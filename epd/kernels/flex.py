@@ -36,7 +36,7 @@ _MAX_FORMS = 64
 Kernel = Callable[..., tuple[Tensor, Any]]
 
 
-def compile_obstacle(storage: KvStorage, *, page_size: int, device: torch.device) -> str | None:
+def compile_obstacle(storage: KvStorage, *, page_size: int) -> str | None:
     """Why the compiled kernel cannot serve this storage, None where it can: tries it once for each kind of layer."""
     if page_size < _MIN_PAGE or page_size & (page_size - 1):
         return f"pages of {page_size} tokens; the compiled kernel takes powers of two from {_MIN_PAGE} on"
@@ -44,7 +44,7 @@ def compile_obstacle(storage: KvStorage, *, page_size: int, device: torch.device
     for keys, values in _kinds(storage):
         num_kv_heads, qk_dim, v_dim = keys.shape[2], keys.shape[3], values.shape[3]
         spec = AttentionSpec(0, None, num_kv_heads, num_kv_heads, qk_dim, v_dim, 1.0)
-        page = torch.zeros(1, dtype=torch.int64, device=device)
+        page = torch.zeros(1, dtype=torch.int64, device=keys.device)
         scratch = _OneLayer(torch.zeros_like(keys[:1]), torch.zeros_like(values[:1]))
         plan = ForwardPlan([PagedSequence(1, 0, page, page)], page_size=page_size, limits=_COMPILED_LIMITS)
         q_TNH, v_TKV = keys.new_zeros(1, num_kv_heads, qk_dim), keys.new_zeros(1, num_kv_heads, v_dim)
