@@ -138,7 +138,7 @@ class TailKeepingLru(PlainLru):
 class MarginalLoss:
     """The window goes whose loss costs the fewest tokens of later hits; see the module's text.
 
-    Full pages: first leaves nothing can resume at the end of, by windows or by healing; then by heat.
+    Full pages: first leaves nothing can resume at the end of, by windows or by healing; then the least recently used.
     """
 
     looks_around = True
@@ -170,7 +170,7 @@ class MarginalLoss:
             _, above = next_usable(node, self._window_pages)
             if self._heal_tokens == 0 or (node.stop - above) * self._page_size <= self._heal_tokens:
                 return (0, node.access)
-        return (1, self._key(_UNUSED_HEAT + node.heat, node.heat_at))
+        return (1, node.access)
 
     def window_rank(self, node: Node) -> Rank:
         spare = len(node.window_pages) - self._kept_pages
@@ -206,11 +206,18 @@ class MarginalLoss:
         if node.parent is None:
             return
         target = node if end_is_usable(node, self._window_pages) else next_usable(node, self._window_pages)[0]
-        if target is not None:
+        if target is not None and target.is_leaf:
+            # One sequence, one continuation, however many turns it had.
+            target.heat, target.heat_at = 1.0, clock
+        elif target is not None:
             self._warm(target, 1.0, clock)
 
     def overtaken(self, node: Node, child: Node) -> None:
-        self._move(node, child)
+        heat, at = node.heat, node.heat_at
+        node.heat = 0.0
+        latest = max(at, child.heat_at)
+        child.heat = max(heat * self._decay(latest - at), child.heat * self._decay(latest - child.heat_at))
+        child.heat_at = latest
 
     def ends_lost(self, node: Node, num_windows: int) -> None:
         first = node.window_start + num_windows
