@@ -292,7 +292,8 @@ class SequencePages:
         if node is not ledger.tree.root and node.is_leaf and node.num_locks == own_locks and stays_tail:
             ledger.tree.append(node, list(keys[start:stop]), full_pages)
             node.window_pages += window_pages
-            ledger.refresh(node)
+            # Its end has moved: windows above that only the old end needed are worth less now.
+            ledger.windows_changed(node)
             return node
         was_leaf = node is not ledger.tree.root and node.is_leaf
         child = ledger.tree.add_child(node, list(keys[start:stop]), full_pages, window_pages)
