@@ -8,7 +8,7 @@ written. Nothing is published before the end, and then only windows that are exa
 
 from dataclasses import dataclass
 
-from epd.cache.prefix import PrefixCache, PrefixHit
+from epd.cache.prefix import PrefixCache
 from epd.engine.heal_cost import HealCost, Resume
 from epd.engine.heal_rows import HealRing, ring_pages
 from epd.engine.plan import PageTable
@@ -32,14 +32,6 @@ def outlook(cache: PrefixCache, sequence: Sequence, cost: HealCost) -> Outlook:
         return Outlook(Resume(hit.num_tokens, hit.num_tokens), sequence.num_tokens - hit.num_tokens)
     resumed, num_tokens = cost.resume(hit)
     return Outlook(resumed, num_tokens + sequence.num_tokens - hit.num_full_only_tokens)
-
-
-def resume(hit: PrefixHit, *, heal_tokens: int, page_size: int) -> Resume:
-    """The way with fewer tokens to run, whatever each costs: `heal_tokens` before the end; 0 never heals."""
-    start = max(0, hit.num_full_only_tokens - heal_tokens) // page_size * page_size
-    if heal_tokens > 0 and start > hit.num_tokens:
-        return Resume(start, hit.num_full_only_tokens)
-    return Resume(hit.num_tokens, hit.num_tokens)
 
 
 def pages_needed(cache: PrefixCache, sequence: Sequence, resumed: Resume) -> tuple[int, int]:
