@@ -74,6 +74,7 @@ class Committer:
             self._take(sequence, outcome.tokens)
         else:
             sequence.pages.commit(step.stop, sequence.chain.keys)
+            self._roster.waiting.renew_like(sequence)
 
     def _take(self, sequence: Sequence, tokens: tuple[SampledToken, ...]) -> None:
         """The step's output tokens: publish what they leave behind them, send them, and end the answer or go on."""

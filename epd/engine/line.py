@@ -22,7 +22,7 @@ from epd.engine.queue import WaitingQueue
 from epd.engine.sequence import Sequence
 
 # Lookups per call, so that no step hangs on a long line.
-_MAX_RENEWALS = 64
+_MAX_RENEWALS = 16
 
 
 class WaitingLine:
