@@ -120,7 +120,7 @@ def make_backend(name: str, storage: KvStorage, *, page_size: int, device_type: 
 
 def _first_that_fits(storage: KvStorage, page_size: int, device_type: str) -> AttentionBackend:
     """The first of the device's order, with one line in the log about those before it; the last one always fits."""
-    passed_over = []
+    passed_over: list[str] = []
     for name in AUTO_ORDER[device_type]:
         reason = _reason_against(name, storage, page_size, device_type)
         if reason is None:

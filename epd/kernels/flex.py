@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -26,8 +27,6 @@ from epd.kernels.cuda_plan import DecodePlan, ForwardPlan, PageTables, Plan, Rea
 # Queries of a block of the mask. Where the kernel is compiled, chunks of more than one query are padded to it: it meets
 # two query counts and no others.
 _QUERY_BLOCK = 128
-_COMPILED_LIMITS = ReadLimits(max_queries=_QUERY_BLOCK, max_scores=1 << 26, pads_queries=True)
-_PLAIN_LIMITS = ReadLimits(max_queries=_QUERY_BLOCK, max_scores=1 << 20)
 # What Triton's matrix product takes.
 _MIN_PAGE = 16
 # Forms of the kernel: with a window or without, one query or a block, geometries, and one row or page apart from more.
@@ -36,20 +35,31 @@ _MAX_FORMS = 64
 Kernel = Callable[..., tuple[Tensor, Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the kernel is run: compiled or not, over the whole pool in place or over copies of the pages in use."""
+
+    is_compiled: bool
+    is_in_place: bool
+    limits: ReadLimits
+
+
+COMPILED = Form(True, True, ReadLimits(max_queries=_QUERY_BLOCK, max_scores=1 << 26, pads_queries=True))
+PLAIN = Form(False, False, ReadLimits(max_queries=_QUERY_BLOCK, max_scores=1 << 20))
+
+
 def compile_obstacle(storage: KvStorage, *, page_size: int) -> str | None:
     """Why the compiled kernel cannot serve this storage, None where it can: tries it once for each kind of layer."""
     if page_size < _MIN_PAGE or page_size & (page_size - 1):
         return f"pages of {page_size} tokens; the compiled kernel takes powers of two from {_MIN_PAGE} on"
-    backend = FlexBackend(storage, page_size=page_size)
     for keys, values in _kinds(storage):
         num_kv_heads, qk_dim, v_dim = keys.shape[2], keys.shape[3], values.shape[3]
         spec = AttentionSpec(0, None, num_kv_heads, num_kv_heads, qk_dim, v_dim, 1.0)
         page = torch.zeros(1, dtype=torch.int64, device=keys.device)
-        scratch = _OneLayer(torch.zeros_like(keys[:1]), torch.zeros_like(values[:1]))
-        plan = ForwardPlan([PagedSequence(1, 0, page, page)], page_size=page_size, limits=_COMPILED_LIMITS)
+        backend = FlexBackend(_OneLayer(torch.zeros_like(keys[:1]), torch.zeros_like(values[:1])), page_size=page_size)
         q_TNH, v_TKV = keys.new_zeros(1, num_kv_heads, qk_dim), keys.new_zeros(1, num_kv_heads, v_dim)
         try:
-            FlexContext(plan, scratch, backend.kernel, page_size=page_size).attend(spec, q_TNH, q_TNH, v_TKV, None)
+            backend.context([PagedSequence(1, 0, page, page)]).attend(spec, q_TNH, q_TNH, v_TKV, None)
         except (RuntimeError, NotImplementedError, ImportError) as error:
             return f"flex_attention does not compile here: {' '.join(str(error).split())[:300]}"
     return None
@@ -63,30 +73,30 @@ class FlexBackend:
     def __init__(self, storage: KvStorage, *, page_size: int) -> None:
         self._storage = storage
         self._page_size = page_size
-        is_cuda = storage.keys(0).device.type == "cuda"
-        self.kernel: Kernel = _compiled() if is_cuda else _uncompiled
-        self._limits = _COMPILED_LIMITS if is_cuda else _PLAIN_LIMITS
+        self.form = COMPILED if storage.keys(0).device.type == "cuda" else PLAIN
+        self._kernel = _compiled() if self.form.is_compiled else _uncompiled
 
     def context(self, sequences: Sequence[PagedSequence]) -> FlexContext:
         """See `AttentionBackend`."""
-        plan = ForwardPlan(sequences, page_size=self._page_size, limits=self._limits)
-        return FlexContext(plan, self._storage, self.kernel, page_size=self._page_size)
+        plan = ForwardPlan(sequences, page_size=self._page_size, limits=self.form.limits)
+        return FlexContext(plan, self._storage, self._kernel, self.form, page_size=self._page_size)
 
     def static_decode(self, tables: DecodeTables) -> StaticDecode:
         """See `StaticDecodeBackend`: all of the plan is tensors, there is nothing to prepare on the host."""
-        return _FlexDecode(self._storage, self.kernel, tables, page_size=self._page_size)
+        return _FlexDecode(self._storage, self._kernel, self.form, tables, page_size=self._page_size)
 
 
 class _FlexDecode:
-    def __init__(self, storage: KvStorage, kernel: Kernel, tables: DecodeTables, *, page_size: int) -> None:
-        self._storage, self._kernel, self._tables, self._page_size = storage, kernel, tables, page_size
+    def __init__(self, storage: KvStorage, kernel: Kernel, form: Form, tables: DecodeTables, *, page_size: int) -> None:
+        self._storage, self._kernel, self._form = storage, kernel, form
+        self._tables, self._page_size = tables, page_size
 
     def prepare(self, rows_B: Sequence[DecodeRow]) -> None:
         pass
 
     def context(self) -> FlexContext:
         plan = DecodePlan(self._tables.pages, self._tables.position, page_size=self._page_size)
-        return FlexContext(plan, self._storage, self._kernel, page_size=self._page_size)
+        return FlexContext(plan, self._storage, self._kernel, self._form, page_size=self._page_size)
 
 
 class _OneLayer:
@@ -103,19 +113,21 @@ class _OneLayer:
 
 
 class _Pages:
-    """The pages of one pool that a forward touches, and which logical page of which sequence each of them holds.
+    """The pages of one pool that the kernel is given, and which logical page of which sequence each of them holds.
 
-    Compiled, the pages are those of the pool. Uncompiled, the kernel multiplies by every page it is given, so that it
-    is given those in use: `chosen` lists them, and pages are counted by their place in that list.
+    In place they are those of the pool. Else they are those in use, since the uncompiled kernel multiplies by every
+    page: `chosen` lists them, and pages are counted by their place in that list.
     """
 
-    def __init__(self, tables: PageTables, last_page_B: Tensor, num_pages: int, *, is_window: bool, pick: bool) -> None:
+    def __init__(
+        self, tables: PageTables, last_page_B: Tensor, num_pages: int, *, is_window: bool, picks: bool
+    ) -> None:
         row_BJ = tables.window if is_window else tables.full
         first_B = tables.window_start if is_window else torch.zeros_like(last_page_B)
         logical_BJ = first_B[:, None] + torch.arange(row_BJ.shape[1], device=row_BJ.device)
         held_BJ = logical_BJ <= last_page_B[:, None]
         self.chosen: Tensor | None = None
-        if pick:
+        if picks:
             self.chosen = torch.unique(row_BJ[held_BJ])
             self._place = torch.zeros(num_pages, dtype=torch.int64, device=row_BJ.device)
             self._place[self.chosen] = torch.arange(self.chosen.shape[0], device=row_BJ.device)
@@ -139,10 +151,11 @@ class _Pages:
 class FlexContext:
     """One forward's attention; see `AttentionContext`."""
 
-    def __init__(self, plan: Plan, storage: KvStorage, kernel: Kernel, *, page_size: int) -> None:
+    def __init__(self, plan: Plan, storage: KvStorage, kernel: Kernel, form: Form, *, page_size: int) -> None:
         self._plan = plan
         self._storage = storage
         self._kernel = kernel
+        self._form = form
         self._page_size = page_size
         self._pages: dict[bool, _Pages] = {}
         self._masks: dict[int | None, list[flex.BlockMask]] = {}
@@ -196,8 +209,9 @@ class FlexContext:
     def _pages_of(self, num_pages: int, *, is_window: bool) -> _Pages:
         if is_window not in self._pages:
             last_page_B = self._plan.last_position() // self._page_size
-            pick = last_page_B.device.type == "cpu"
-            self._pages[is_window] = _Pages(self._plan.tables, last_page_B, num_pages, is_window=is_window, pick=pick)
+            self._pages[is_window] = _Pages(
+                self._plan.tables, last_page_B, num_pages, is_window=is_window, picks=not self._form.is_in_place
+            )
         return self._pages[is_window]
 
     def _masks_of(self, window_left: int | None, pages: _Pages) -> list[flex.BlockMask]:

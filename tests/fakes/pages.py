@@ -18,6 +18,8 @@ class PagedCache:
         self, layers: list[LayerConfig], *, page_size: int, num_pages: int, dtype: torch.dtype = torch.float32
     ) -> None:
         self.page_size = page_size
+        # What released pages hold.
+        self.junk = torch.nan
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         for layer in layers:
@@ -72,6 +74,13 @@ class PagedCache:
         fresh = range(fresh_from_page, len(self._full[name]))
         self._window[name] = {page: self._free_window.pop() for page in fresh}
 
+    def spare_page(self) -> int:
+        """A page of both pools that no sequence will get."""
+        page = next(page for page in self._free_full if page in self._free_window)
+        self._free_full.remove(page)
+        self._free_window.remove(page)
+        return page
+
     def attention(self, *sequences: PagedSequence) -> PagedAttention:
         return PagedAttention(sequences, self, page_size=self.page_size)
 
@@ -80,5 +89,5 @@ class PagedCache:
             page = self._window[name].pop(logical)
             self._free_window.insert(0, page)
             for layer in self._window_layers:
-                self._keys[layer][page] = torch.nan
-                self._values[layer][page] = torch.nan
+                self._keys[layer][page] = self.junk
+                self._values[layer][page] = self.junk
