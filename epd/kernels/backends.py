@@ -57,6 +57,34 @@ def _cuda_only(device_type: str) -> str | None:
     return None if device_type == "cuda" else "it runs on CUDA devices only"
 
 
+def _cpu_only(device_type: str) -> str | None:
+    return None if device_type == "cpu" else "it runs on CPUs only"
+
+
+def _make_cpu(storage: KvStorage, *, page_size: int) -> AttentionBackend:
+    from epd.kernels.paged import make_cpu
+
+    return make_cpu(storage, page_size=page_size)
+
+
+def _cpu_obstacle(device_type: str) -> str | None:
+    from epd.kernels.paged_native import native_obstacle
+
+    return native_obstacle(device_type)
+
+
+def _cpu_misfit(storage: KvStorage, page_size: int) -> str | None:
+    from epd.kernels.paged_native import native_misfit
+
+    return native_misfit(storage, page_size)
+
+
+def _make_cpu_torch(storage: KvStorage, *, page_size: int) -> AttentionBackend:
+    from epd.kernels.paged import make_cpu_torch
+
+    return make_cpu_torch(storage, page_size=page_size)
+
+
 def _make_sdpa(storage: KvStorage, *, page_size: int) -> AttentionBackend:
     from epd.kernels.cuda_sdpa import SdpaBackend
 
@@ -92,13 +120,15 @@ def _flashinfer_misfit(storage: KvStorage, page_size: int) -> str | None:
 
 BACKENDS: Mapping[str, BackendKind] = {
     "reference": BackendKind(ReferenceBackend, _none),
+    "cpu": BackendKind(_make_cpu, _cpu_obstacle, _cpu_misfit),
+    "cpu-torch": BackendKind(_make_cpu_torch, _cpu_only),
     "sdpa": BackendKind(_make_sdpa, _none),
     "flex": BackendKind(_make_flex, _none, _flex_misfit),
     "flashinfer": BackendKind(_make_flashinfer, _cuda_only, _flashinfer_misfit),
 }
 # What "auto" takes on each type of device: the first that can run there.
 AUTO_ORDER: Mapping[str, Sequence[str]] = {
-    "cpu": ("reference",),
+    "cpu": ("cpu", "cpu-torch"),
     "cuda": ("flashinfer", "flex", "sdpa"),
 }
 

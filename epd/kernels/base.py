@@ -90,6 +90,25 @@ class PagedSequence:
     write_full: bool = True
 
 
+def first_key(
+    sequence: PagedSequence, window_left: int | None, *, page_size: int, query_start: int | None = None
+) -> int:
+    """Return the first position that the queries from `query_start` on (the first new token, unless given) see.
+
+    Raises ValueError where a window layer would need pages that are gone; only a run that restores windows
+    (`write_full` False) may begin without them.
+    """
+    if window_left is None:
+        return 0
+    start = sequence.num_context if query_start is None else query_start
+    needed, held = max(0, start - window_left), sequence.window_start_page
+    if needed // page_size < held and sequence.write_full:
+        raise ValueError(
+            f"position {start} sees window page {needed // page_size}, the sequence holds {held} and later"
+        )
+    return max(needed, held * page_size)
+
+
 class AttentionBackend(Protocol):
     """One way of attending over paged keys and values; made once per worker by `epd.kernels.backends.make_backend`."""
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from epd.kernels.base import AttentionSpec, KvStorage, PagedSequence
+from epd.kernels.base import AttentionSpec, KvStorage, PagedSequence, first_key
 
 # Queries of one sequence that are read together, and how many scores per head one read may hold.
 _MAX_QUERIES = 128
@@ -190,7 +190,7 @@ class PagedAttention:
             for start in range(0, sequence.num_new, _MAX_QUERIES):
                 num_queries = min(_MAX_QUERIES, sequence.num_new - start)
                 query_start = sequence.num_context + start
-                key_start = self._first_key(sequence, window_left, query_start)
+                key_start = first_key(sequence, window_left, page_size=self._page_size, query_start=query_start)
                 chunk = _Chunk(index, row + start, num_queries, query_start, key_start)
                 alike[num_queries, chunk.num_keys.bit_length()].append(chunk)
             row += sequence.num_new
@@ -199,18 +199,6 @@ class PagedAttention:
             step = max(1, _MAX_SCORES // (num_queries << length_class))
             reads += [self._read(chunks[i : i + step], window_left) for i in range(0, len(chunks), step)]
         return reads
-
-    def _first_key(self, sequence: PagedSequence, window_left: int | None, query_start: int) -> int:
-        """Return the first position that queries from `query_start` on see."""
-        if window_left is None:
-            return 0
-        needed, held = max(0, query_start - window_left), sequence.window_start_page
-        if needed // self._page_size < held and sequence.write_full:
-            raise ValueError(
-                f"position {query_start} sees window page {needed // self._page_size}, the sequence holds {held} "
-                "and later"
-            )
-        return max(needed, held * self._page_size)
 
     def _read(self, chunks: Sequence[_Chunk], window_left: int | None) -> _Read:
         num_queries = chunks[0].num_queries

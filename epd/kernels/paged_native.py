@@ -1,0 +1,195 @@
+"""The compiled kernel for sequences with few new tokens: `paged_decode.cpp`, built once per machine, called by ctypes.
+
+It is compiled for the processor it runs on, so it is kept under a name that holds the source, the compiler and the
+processor's features. Its threads are torch's own: the library names no OpenMP runtime and finds the one that torch
+has loaded.
+
+Shape letters: F rows of queries; N query heads; K KV heads; H query/key width; V value width; P tokens per page.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from epd.kernels.base import AttentionSpec, KvStorage
+
+DTYPES = (torch.float32, torch.bfloat16)
+_SOURCE = Path(__file__).with_name("paged_decode.cpp")
+# Tokens per unit of work, as in the source.
+_SPLIT_TOKENS = 256
+_FLAGS = ("-O3", "-std=c++17", "-march=native", "-fopenmp", "-fPIC")
+_COMPILE_TIMEOUT_S = 300.0
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_int64)
+        for name in ("page_size", "num_kv_heads", "groups", "qk_dim", "v_dim", "window_left", "num_runs", "num_splits")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRun:
+    """One sequence's rows: the first of them in F, the positions they hold, the first position that is seen, and the
+    place of the page of logical number `start_page` in the list of pages."""
+
+    row: int
+    num_new: int
+    num_context: int
+    first_key: int
+    first_page: int
+    start_page: int
+
+
+class DecodeRuns:
+    """The runs of one forward and one reach, with the pages of their pool, int64 on the CPU."""
+
+    def __init__(self, runs: Sequence[DecodeRun], pages: Tensor) -> None:
+        self.pages = pages
+        self.num_rows = sum(run.num_new for run in runs)
+        table = np.empty((len(runs), 6), dtype=np.int64)
+        splits = 0
+        for i, run in enumerate(runs):
+            table[i] = (run.row, run.num_new, run.num_context, run.first_page, run.start_page, splits)
+            splits += -(-(run.num_context + run.num_new - run.first_key) // _SPLIT_TOKENS)
+        self.table = torch.from_numpy(table)
+        self.num_splits = splits
+
+
+class PagedDecode:
+    """The loaded kernel. May be called from any thread."""
+
+    def __init__(self, library: Path) -> None:
+        """Raises OSError when the library does not load."""
+        self._function = ctypes.CDLL(str(library)).mimo_paged_decode
+        self._function.argtypes = [ctypes.c_int, ctypes.POINTER(_Shape), *[ctypes.c_void_p] * 7, ctypes.c_float]
+        self._function.restype = None
+
+    def attend(
+        self,
+        spec: AttentionSpec,
+        q_FNH: Tensor,
+        pages: tuple[Tensor, Tensor],
+        runs: DecodeRuns,
+        sink_N: Tensor | None,
+    ) -> Tensor:
+        """Return fp32 [F, N, V]. `pages` are the layer's keys and values, contiguous and of one of `DTYPES`.
+
+        Sums are cut at fixed places, so a sequence's result depends neither on its batch nor on the number of threads.
+        """
+        keys, values = pages
+        q_FNH = q_FNH.float().contiguous()
+        sink_N = None if sink_N is None else sink_N.float().contiguous()
+        out_FNV = torch.empty((runs.num_rows, spec.num_heads, spec.v_dim), dtype=torch.float32)
+        shape = _Shape(
+            keys.shape[1],
+            spec.num_kv_heads,
+            spec.num_heads // spec.num_kv_heads,
+            spec.qk_dim,
+            spec.v_dim,
+            -1 if spec.window_left is None else spec.window_left,
+            runs.table.shape[0],
+            runs.num_splits,
+        )
+        self._function(
+            int(keys.dtype == torch.bfloat16),
+            ctypes.byref(shape),
+            q_FNH.data_ptr(),
+            out_FNV.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            runs.pages.data_ptr(),
+            runs.table.data_ptr(),
+            None if sink_N is None else sink_N.data_ptr(),
+            spec.scale,
+        )
+        return out_FNV
+
+
+def native_misfit(storage: KvStorage, page_size: int) -> str | None:
+    """Why the kernel cannot read these pages."""
+    dtype = storage.keys(0).dtype
+    return None if dtype in DTYPES else f"the compiled kernel reads fp32 and bf16 pages, not {dtype}"
+
+
+def native_obstacle(device_type: str) -> str | None:
+    """Why the kernel cannot be had; compiles it (seconds) where nobody has."""
+    if device_type != "cpu":
+        return "it runs on CPUs only"
+    found = _load()
+    return found if isinstance(found, str) else None
+
+
+def load_native() -> PagedDecode:
+    """The kernel. Raises RuntimeError where `native_obstacle` says why there is none."""
+    found = _load()
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return found
+
+
+@cache
+def _load() -> PagedDecode | str:
+    """The kernel or the reason why there is none; tried once per process."""
+    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
+    if compiler is None:
+        return "there is no C++ compiler (c++, g++ or what CXX names)"
+    try:
+        return PagedDecode(_built(compiler))
+    except (OSError, subprocess.SubprocessError) as error:
+        stderr = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
+        return f"the kernel could not be built with {compiler}: {error} {stderr}".strip()
+
+
+def _built(compiler: str) -> Path:
+    """The compiled library, from this user's cache or, where there is no place for one, from a directory of its own."""
+    version = _output(compiler, "--version")
+    identity = "\0".join((_SOURCE.read_text(), version, _processor(), *_FLAGS))
+    name = f"paged_decode-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
+    cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mimo-epd"
+    try:
+        cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache_dir) as scratch:
+            library = cache_dir / name
+            if not library.exists():
+                # Renamed into place when whole: others may be starting at the same time.
+                _compile(compiler, Path(scratch)).rename(library)
+            return library
+    except (PermissionError, FileNotFoundError, NotADirectoryError):
+        return _compile(compiler, Path(tempfile.mkdtemp(prefix="mimo-epd-")))
+
+
+def _compile(compiler: str, directory: Path) -> Path:
+    compiled, library = directory / "paged_decode.o", directory / "paged_decode.so"
+    _output(compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(compiled))
+    # Without -fopenmp, which would bring a second OpenMP runtime beside torch's.
+    _output(compiler, "-shared", str(compiled), "-o", str(library))
+    return library
+
+
+def _output(*command: str) -> str:
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S)
+    return done.stdout
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
