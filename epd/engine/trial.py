@@ -5,6 +5,7 @@ Everything below the transport is what a worker runs: scheduler, prefix cache, p
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -35,7 +36,8 @@ class EngineTrial:
             config.model_dir, dtype=getattr(torch, config.dtype), window_left=config.window_left, with_mtp=False
         ).eval()
         self._desk = _Desk()
-        self._engine = build_engine(config, self._desk, model=self._model)
+        # Between two requests as much time may pass as the caller likes.
+        self._engine = build_engine(replace(config, peer_timeout_s=_FAR_OFF_S), self._desk, model=self._model)
         self._num_asked = 0
         self.answers: dict[str, list[int]] = {}
         """Tokens so far, by request id."""

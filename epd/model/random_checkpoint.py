@@ -1,4 +1,4 @@
-"""Checkpoints of random numbers in the Hugging Face layout, for measuring: any size, and nothing has to be downloaded."""
+"""Checkpoints of random numbers in the Hugging Face layout, for measuring: of any size, nothing to download."""
 
 import json
 from collections.abc import Mapping
