@@ -153,7 +153,7 @@ def build_engine(
     clock = Clock() if clock is None else clock
     layout, retention = _layout(model.config, config, dtype), _retention(config)
     pools = _plan(config, layout, retention)
-    has_graphs = config.cuda_graphs and device.type == "cuda"
+    has_graphs = _has_graphs(config, device)
     storage = _storage(layout, pools, dtype, device, num_scratch=int(has_graphs))
     attention = make_backend(config.attention, storage, page_size=config.page_size, device_type=device.type)
     cache = _cache(config, model.config, layout, pools, retention)
@@ -244,6 +244,10 @@ def _device(config: EngineConfig) -> torch.device:
             f"engine.device is {config.device!r}, torch sees {torch.cuda.device_count()} CUDA devices here"
         )
     return device
+
+
+def _has_graphs(config: EngineConfig, device: torch.device) -> bool:
+    return config.cuda_graphs and device.type == "cuda"
 
 
 def _graphs(

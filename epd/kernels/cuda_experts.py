@@ -66,9 +66,10 @@ def grouped_experts(
     rows_RD = hidden_TD.index_select(0, token_of_row)
     gate_RI, up_RI = F.grouped_mm(rows_RD, gate_up_E2ID.transpose(1, 2), offs=ends_E).chunk(2, dim=-1)
     out_RD = F.grouped_mm(F.silu(gate_RI) * up_RI, down_EDI.transpose(1, 2), offs=ends_E)
-    weighted_RD = out_RD.float() * weight_TA.flatten().index_select(0, order)[:, None]
-    out_TD = torch.zeros(hidden_TD.shape, dtype=torch.float32, device=hidden_TD.device)
-    return out_TD.index_add(0, token_of_row, weighted_RD).to(hidden_TD.dtype)
+    # Back in the order of tokens before they are added up, so that the sum's order is always the same.
+    out_RD = torch.empty_like(out_RD).index_copy(0, order, out_RD)
+    out_TAD = torch.unflatten(out_RD.float(), 0, choice_TA.shape) * weight_TA[..., None]
+    return out_TAD.sum(dim=1).to(hidden_TD.dtype)
 
 
 def gathered_experts(
