@@ -19,7 +19,7 @@ from epd.kv.errors import NoPages
 @dataclass(frozen=True, slots=True)
 class Outlook:
     """What a sequence without pages has to do, with the cache as it is now: work worth `num_compute_tokens`, from
-    `resume` on."""
+    `resume` on. One that was put back counts for no more than when it was first admitted."""
 
     resume: Resume
     num_compute_tokens: int
@@ -28,10 +28,11 @@ class Outlook:
 def outlook(cache: PrefixCache, sequence: Sequence, cost: HealCost) -> Outlook:
     """The cheaper way, or the only one for a sequence that may not heal."""
     hit = cache.match(sequence.chain.keys, sequence.num_tokens)
-    if not sequence.may_heal:
-        return Outlook(Resume(hit.num_tokens, hit.num_tokens), sequence.num_tokens - hit.num_tokens)
-    resumed, num_tokens = cost.resume(hit)
-    return Outlook(resumed, num_tokens + sequence.num_tokens - hit.num_full_only_tokens)
+    resumed, num_tokens = Resume(hit.num_tokens, hit.num_tokens), hit.num_full_only_tokens - hit.num_tokens
+    if sequence.may_heal:
+        resumed, num_tokens = cost.resume(hit)
+    num_tokens += sequence.num_tokens - hit.num_full_only_tokens
+    return Outlook(resumed, num_tokens if sequence.place_tokens is None else min(num_tokens, sequence.place_tokens))
 
 
 def pages_needed(cache: PrefixCache, sequence: Sequence, resumed: Resume) -> tuple[int, int]:

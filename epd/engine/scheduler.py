@@ -250,7 +250,8 @@ class Scheduler:
         """Give the first waiting sequence pages of its own if there is a place for it and what is running can go on.
 
         If there is only too little room for it, one of the next few that fits goes before it, unless it came so late
-        that the first would be ahead of it however short it is: so the first is passed by finitely many.
+        that the first would be ahead of it however short it is: so the first is passed by finitely many. One that was
+        put back is passed by none: somebody reads its answer already.
         """
         roster = self._roster
         if len(roster.running) >= self._config.max_running:
@@ -258,7 +259,7 @@ class Scheduler:
         while (first := roster.waiting.first()) is not None and self._has_room(*first):
             if self._admit(*first):
                 return first[0]
-        if first is not None:
+        if first is not None and first[0].admitted_s is None:
             for sequence, ahead in roster.waiting.behind_first(_MAX_PASSING):
                 if self._has_room(sequence, ahead) and self._admit(sequence, ahead):
                     self.counters.passed_over += 1
@@ -289,6 +290,7 @@ class Scheduler:
         if sequence.admitted_s is None:
             sequence.admitted_s = self._clock.monotonic_s()
             sequence.num_cached_tokens = sequence.num_computed
+            sequence.place_tokens = ahead.num_compute_tokens
         counters.cached_tokens += sequence.num_computed
         counters.healed_hits += resumed.heals
         counters.prefix_hits += not resumed.heals and resumed.start > 0

@@ -25,7 +25,8 @@ class Sequence:
     """`pages` is None while waiting. Times are monotonic seconds; None until they happened.
 
     `chain` is set by the scheduler once it has found the request sound. `ring` is set while it heals; `may_heal` is
-    taken away when there was no room to. `draft_tail` holds for its `num_tokens` alone.
+    taken away when there was no room to. `draft_tail` holds for its `num_tokens` alone. `place_tokens` is what it had
+    to compute when it was first admitted: put back, it counts for no more in the line and so keeps its place.
     """
 
     request: GenerateRequest
@@ -37,6 +38,7 @@ class Sequence:
     heal_stop: int = 0
     ring: HealRing | None = None
     may_heal: bool = True
+    place_tokens: int | None = None
     num_cached_tokens: int = 0
     num_healed_tokens: int = 0
     num_retractions: int = 0
