@@ -41,6 +41,7 @@ class Paper:
     rows: Rows
     feed: EmbeddingFeed
     requests: dict[str, GenerateRequest] = field(default_factory=dict)
+    arrivals: dict[str, float] = field(default_factory=dict)
     answers: dict[str, list[int]] = field(default_factory=dict)
     finishes: dict[str, Finish] = field(default_factory=dict)
     plan: StepPlan = field(default_factory=StepPlan)
@@ -49,6 +50,7 @@ class Paper:
         self.requests[request.request_id] = request
         sequence = Sequence(request=request, peer=PEER, arrival_s=self.clock.clock.monotonic_s())
         sequence.decode_address = decode_address
+        self.arrivals[request.request_id] = sequence.arrival_s
         self.scheduler.submit(sequence)
         self.collect()
         return sequence
