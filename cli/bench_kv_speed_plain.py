@@ -1,4 +1,5 @@
 """The other side of the speed cases: transformers on the same files, in its own cache, as `generate` does it."""
+
 import copy
 from collections.abc import Callable, Sequence
 from importlib import import_module
