@@ -156,7 +156,6 @@ class TreeLedger:
         pieces = [piece for above in touched for piece in self._drop_windows(above, start, stop, dead)]
         for piece in pieces:
             if piece.node_id in self.tree.nodes:
-                self.windows_changed(piece)
                 self.tidy(piece)
 
     def tidy(self, node: Node) -> None:
@@ -214,6 +213,8 @@ class TreeLedger:
         """A lookup ended at `node`'s end, or the next one probably will."""
         self._policy.used(node, self.num_lookups)
         self.refresh(node)
+        # A leaf used again may be worth less than it was: so are the windows above that its end needs.
+        self._refresh_above(node)
 
     def note_continuation(self, node: Node, child: Node) -> None:
         """`node` was a leaf until `child` continued it."""
@@ -283,7 +284,7 @@ class TreeLedger:
             pieces.append(piece)
             left = cut
         for piece in pieces:
-            self.refresh(piece)
+            self.windows_changed(piece)
         return pieces
 
     def _free_windows(self, pages: Sequence[int]) -> None:
