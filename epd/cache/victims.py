@@ -158,7 +158,7 @@ class MarginalLoss:
         half its weight for `half_life_lookups`; about as many as the window pool holds ends of sequences suits.
         """
         if heal_tokens < 0 or half_life_lookups <= 0:
-            raise ValueError(f"heal_tokens {heal_tokens} and half_life_lookups {half_life_lookups} must be positive")
+            raise ValueError(f"heal_tokens {heal_tokens} or half_life_lookups {half_life_lookups} must be positive")
         self._window_pages = window_pages
         self._kept_pages = window_pages + tail_pages
         self._page_size = page_size

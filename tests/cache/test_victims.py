@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import get_args
 
 import hypothesis.strategies as st
 import pytest
@@ -12,9 +13,9 @@ from epd.cache.boundaries import end_is_usable
 from epd.cache.prefix import PrefixCache
 from epd.cache.radix import Node
 from epd.cache.retention import RetentionPolicy
-from epd.cache.victims import MarginalLoss
+from epd.cache.victims import MarginalLoss, PlainLru, TailKeepingLru, WindowEviction, make_policy
 from epd.cache.window import num_window_pages
-from tests.fakes.cache_driver import CacheDriver
+from tests.fakes.cache_driver import CacheDriver, text
 from tests.oracles.effort import effort
 from tests.oracles.prefix_oracle import brute_force_hit, contents
 
@@ -41,6 +42,7 @@ class World:
     retention: RetentionPolicy
     heal_tokens: int
     known: dict[tuple[int, ...], int] = field(default_factory=dict)
+    pools: tuple[int, int] = (400, 400)
 
     def __post_init__(self) -> None:
         self.policy = MarginalLoss(
@@ -50,7 +52,7 @@ class World:
             heal_tokens=self.heal_tokens,
             half_life_lookups=1e12,
         )
-        self.driver = CacheDriver(self.page_size, self.window_tokens, 400, 400, self.retention)
+        self.driver = CacheDriver(self.page_size, self.window_tokens, *self.pools, self.retention)
         self.driver.cache = PrefixCache(
             self.driver.pool,
             page_size=self.page_size,
@@ -172,3 +174,73 @@ def test_the_cheapest_window_goes_and_its_lookups_end_at_the_next(
 
 def _is_candidate(world: World, node: Node) -> bool:
     return bool(node.window_pages) and node.window_pages[0] not in world.ledger.refs
+
+
+def test_ranks_that_grew_out_of_sight_are_looked_up_again() -> None:
+    """More nodes fall back on a lost boundary than are told: they learn of their longer fall when their turn comes."""
+    world = World(1, 1, RetentionPolicy(retention_stride_tokens=0, at_chunk_ends=False), 0, pools=(9000, 2000))
+    shared = list(range(1000))
+    world.driver.checks = False
+    for session in range(60):
+        # Short and asked for often, or long and rarely.
+        num_own, weight = (20, 30) if session % 2 else (200, 4)
+        tokens = shared + [1000 * (session + 1) + position for position in range(num_own)]
+        world.driver.serve(tokens)
+        world.known[tuple(tokens)] = weight
+    world.settle()
+    by_length = {node.num_pages: node for node in world.nodes}
+    assert world.loss(by_length[20]) < world.loss(by_length[200])
+    (shared_end,) = (node for node in world.nodes if node.stop == 1000)
+    world.policy.ends_lost(shared_end, len(shared_end.window_pages))
+    world.ledger._free_windows(shared_end.window_pages)
+    shared_end.window_pages = []
+    world.ledger.windows_changed(shared_end)
+    assert world.ledger.num_cut_short > 0
+    assert world.loss(by_length[20]) > world.loss(by_length[200])
+    for _ in range(30):
+        assert world.ledger.evict_window(2) == 2
+        world.driver.cache.check()
+    assert {node.num_pages for node in world.nodes if node.window_pages} == {20}
+
+
+def test_heat_halves_and_a_key_does_not_move_by_waiting() -> None:
+    policy = MarginalLoss(1, tail_pages=1, page_size=16, half_life_lookups=10)
+    ledger = CacheDriver(16, 16, 40, 40).cache._ledger
+    nodes = [ledger.tree.add_child(ledger.tree.root, [bytes([name])] * 4, [0] * 4, [0]) for name in (1, 2)]
+    for node, clock in zip(nodes, (0, 10), strict=True):
+        policy.used(node, clock)
+    assert policy.window_rank(nodes[0]) < policy.window_rank(nodes[1])
+    policy.touched(nodes[0], 10)
+    assert nodes[0].heat == 0.5
+    rank = policy.window_rank(nodes[0])
+    policy.touched(nodes[1], 30)
+    assert policy.window_rank(nodes[0]) == rank
+    # Twice the distance makes up for one half-life.
+    nodes[0].heat, nodes[0].heat_at = 1.0, 10
+    nodes[1].heat, nodes[1].heat_at = 1.0, 20
+    nodes[0].keys += [b"x"] * 4
+    nodes[0].full_pages += [0] * 4
+    assert policy.window_rank(nodes[0]) == policy.window_rank(nodes[1])
+
+
+@pytest.mark.parametrize(("heal_tokens", "half_life_lookups"), [(-1, 10.0), (0, 0.0)])
+def test_nonsense_is_refused(heal_tokens: int, half_life_lookups: float) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        MarginalLoss(1, tail_pages=1, page_size=1, heal_tokens=heal_tokens, half_life_lookups=half_life_lookups)
+
+
+def test_policies_by_name() -> None:
+    kinds = [
+        type(make_policy(name, window_pages=8, tail_pages=1, page_size=16, num_window_pages=90, heal_tokens=0))
+        for name in get_args(WindowEviction)
+    ]
+    assert kinds == [MarginalLoss, TailKeepingLru, PlainLru]
+
+
+def test_plain_recency_takes_the_oldest_node_whole() -> None:
+    driver = CacheDriver(policy="lru", retention=RetentionPolicy(dense_retention_tokens=40, at_chunk_ends=False))
+    driver.serve(text(0, 40))
+    driver.serve(text(1, 40))
+    driver.cache._ledger.evict_window(10)
+    assert [driver.hit(text(session, 41)) for session in (0, 1)] == [0, 40]
+    assert driver.cache.stats().window.evictable == 10
