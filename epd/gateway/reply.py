@@ -46,6 +46,8 @@ def usage_json(end: AnswerEnd) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {
             "cached_tokens": usage.cached_tokens,
+            # Not among OpenAI's: tokens that were run again only to restore the windows of a cached prefix.
+            "healed_tokens": usage.healed_tokens,
             **{f"{modality}_tokens": count for modality, count in end.num_media_tokens.items()},
         },
         "completion_tokens_details": {"reasoning_tokens": end.num_reasoning_tokens},

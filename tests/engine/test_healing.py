@@ -49,6 +49,8 @@ def test_a_prefix_without_windows_is_healed(
     assert (counters.prefix_misses, counters.healed_hits, counters.prefix_hits) == (1, 1, 1)
     assert counters.healed_tokens == NUM_HEALED
     assert counters.refused_heals == 0
+    reported = bench.engine.loop._info(0).counters
+    assert (reported["healed_hits"], reported["healed_tokens"]) == (1, NUM_HEALED)
 
 
 def test_healing_gives_way_to_computing_when_it_would_cost_more(checkpoint: Checkpoint, make_bench: MakeBench) -> None:

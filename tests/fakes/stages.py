@@ -164,7 +164,12 @@ class FakeWorker:
         if await self._fault_at(len(todo)):
             return
         stopped = len(whole) < limit
-        usage = Usage(prompt_tokens=len(request.token_ids), completion_tokens=len(todo) + stopped, cached_tokens=3)
+        usage = Usage(
+            prompt_tokens=len(request.token_ids),
+            completion_tokens=len(todo) + stopped,
+            cached_tokens=3,
+            healed_tokens=2,
+        )
         reason = FinishReason.STOP if stopped else FinishReason.LENGTH
         self.say(peer, Finish(request_id=request.request_id, reason=reason, usage=usage))
 

@@ -61,8 +61,14 @@ async def test_media_of_all_kinds_become_spans(mode: str) -> None:
         assert status == 200, body
         request = stack.worker.submitted[0]
         assert not stack.encoder.leases, "a lease outlived its request"
+        async with stack.session.get("/metrics") as response:
+            lines = (await response.text()).splitlines()
+        assert {
+            f'mimo_gateway_tokens_total{{kind="{kind}"}} {n}' for kind, n in (("cached", 3.0), ("healed", 2.0))
+        } <= {*lines}
         assert body["usage"]["prompt_tokens_details"] == {
             "cached_tokens": 3,
+            "healed_tokens": 2,
             "image_tokens": 9,
             "video_tokens": 8,
             "audio_tokens": 5,
