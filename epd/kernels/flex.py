@@ -2,8 +2,8 @@
 
 Keys and values are not gathered: a block of the mask is a page, and a mask function turns places in the pool back into
 positions. Sinks come in afterwards, through the log-sum-exp that the kernel returns. On CUDA the kernel is compiled;
-on a CPU it runs uncompiled, over the pages in use, which is for checking and not for speed. Written for CUDA; so far it
-has run on CPUs alone.
+on a CPU it runs uncompiled, over copies of the pages, which is for checking and not for speed. Written for CUDA; so far
+it has run on CPUs alone, uncompiled.
 
 Shape letters: T new tokens; B sequences; M pages of the pool; C chunks of a read; Q queries of a chunk; N query heads;
 K KV heads; H query/key width; V value width; P tokens per page; J pages that a chunk sees.
@@ -37,7 +37,7 @@ Kernel = Callable[..., tuple[Tensor, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the kernel is run: compiled or not, over the whole pool in place or over copies of the pages in use."""
+    """How the kernel is run: compiled or not, over the whole pool in place or over copies of the pages it reads."""
 
     is_compiled: bool
     is_in_place: bool
@@ -112,40 +112,95 @@ class _OneLayer:
         return self._values
 
 
-class _Pages:
-    """The pages of one pool that the kernel is given, and which logical page of which sequence each of them holds.
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What the kernel is given for one read: keys [1 or C, K, places, H], values alike, and the mask over places."""
 
-    In place they are those of the pool. Else they are those in use, since the uncompiled kernel multiplies by every
-    page: `chosen` lists them, and pages are counted by their place in that list.
+    keys: Tensor
+    values: Tensor
+    mask: flex.BlockMask
+
+
+class _InPlace:
+    """The pages of the pools where they are: places are the pool's.
+
+    A table of the sequences' logical pages by page of the pool turns places into positions.
     """
 
-    def __init__(
-        self, tables: PageTables, last_page_B: Tensor, num_pages: int, *, is_window: bool, picks: bool
-    ) -> None:
-        row_BJ = tables.window if is_window else tables.full
-        first_B = tables.window_start if is_window else torch.zeros_like(last_page_B)
-        logical_BJ = first_B[:, None] + torch.arange(row_BJ.shape[1], device=row_BJ.device)
-        held_BJ = logical_BJ <= last_page_B[:, None]
-        self.chosen: Tensor | None = None
-        if picks:
-            self.chosen = torch.unique(row_BJ[held_BJ])
-            self._place = torch.zeros(num_pages, dtype=torch.int64, device=row_BJ.device)
-            self._place[self.chosen] = torch.arange(self.chosen.shape[0], device=row_BJ.device)
-            num_pages = self.chosen.shape[0]
-        self.num_pages = num_pages
-        # One column more than there are pages takes what rows hold beyond their end.
-        place_BJ = torch.where(held_BJ, self.place(row_BJ), num_pages)
-        nothing_BM = torch.full((row_BJ.shape[0], num_pages + 1), -1, dtype=torch.int64, device=row_BJ.device)
-        self.logical_BM = nothing_BM.scatter(1, place_BJ, logical_BJ)
+    def __init__(self, plan: Plan, page_size: int) -> None:
+        self._plan = plan
+        self._page_size = page_size
+        self._logical_BM: dict[bool, Tensor] = {}
+        self._masks: dict[int | None, list[flex.BlockMask]] = {}
 
-    def place(self, pages: Tensor) -> Tensor:
-        """Return where these pages are among those the kernel is given."""
-        return pages if self.chosen is None else self._place[pages]
+    def views(self, spec: AttentionSpec, keys: Tensor, values: Tensor) -> list[_View]:
+        """Return a view per read. Makes the ends of the newest pages finite first."""
+        self._clean_tails(values, is_window=spec.is_window)
+        k_1KSH, v_1KSV = (pages.view(1, -1, *pages.shape[2:]).transpose(1, 2) for pages in (keys, values))
+        if spec.window_left not in self._masks:
+            reads = self._plan.reads(spec.window_left)
+            self._masks[spec.window_left] = [self._mask(read, spec.window_left, keys.shape[0]) for read in reads]
+        return [_View(k_1KSH, v_1KSV, mask) for mask in self._masks[spec.window_left]]
 
-    def rows(self, pages: Tensor) -> Tensor:
-        """Return [1, K, places, D] of a layer's pages [num_pages, P, K, D]."""
-        given = pages if self.chosen is None else pages.index_select(0, self.chosen)
-        return given.view(1, -1, *pages.shape[2:]).transpose(1, 2)
+    def _clean_tails(self, values: Tensor, *, is_window: bool) -> None:
+        """What the newest pages hold beyond the newest tokens may be anything, and the kernel weighs it with zero."""
+        last_B = self._plan.last_position()
+        sequence_B = torch.arange(last_B.shape[0], device=last_B.device)
+        page_B = self._plan.tables.pages(sequence_B, last_B // self._page_size, is_window=is_window)
+        is_tail_BP = torch.arange(self._page_size, device=last_B.device) > (last_B % self._page_size)[:, None]
+        page_BPKV = values.index_select(0, page_B)
+        finite_BPKV = page_BPKV.nan_to_num(posinf=0.0, neginf=0.0)
+        values.index_copy_(0, page_B, torch.where(is_tail_BP[:, :, None, None], finite_BPKV, page_BPKV))
+
+    def _mask(self, read: Read, window_left: int | None, num_pages: int) -> flex.BlockMask:
+        page_CJ, num_pages_C = _pages_of(read, self._plan.tables, window_left, self._page_size)
+        logical_CM = self._logical_pages(num_pages, is_window=window_left is not None)
+        sequence_C, page_size = read.sequence, self._page_size
+
+        def position(chunk: Tensor, place: Tensor) -> Tensor:
+            return logical_CM[sequence_C[chunk], place // page_size] * page_size + place % page_size
+
+        return _block_mask(read, window_left, page_CJ, num_pages_C, position, num_pages, page_size)
+
+    def _logical_pages(self, num_pages: int, *, is_window: bool) -> Tensor:
+        """Return the logical page that each page of the pool is in each sequence, [B, M + 1], negative if in none."""
+        if is_window not in self._logical_BM:
+            tables, last_page_B = self._plan.tables, self._plan.last_position() // self._page_size
+            row_BJ = tables.window if is_window else tables.full
+            first_B = tables.window_start if is_window else torch.zeros_like(last_page_B)
+            logical_BJ = first_B[:, None] + torch.arange(row_BJ.shape[1], device=row_BJ.device)
+            # One column more than there are pages takes what rows hold beyond their end.
+            page_BJ = torch.where(logical_BJ <= last_page_B[:, None], row_BJ, num_pages)
+            nothing_BM = torch.full((row_BJ.shape[0], num_pages + 1), -1, dtype=torch.int64, device=row_BJ.device)
+            self._logical_BM[is_window] = nothing_BM.scatter(1, page_BJ, logical_BJ)
+        return self._logical_BM[is_window]
+
+
+class _Copies:
+    """Copies of the pages that each chunk sees, in order, since the uncompiled kernel multiplies by all it is given."""
+
+    def __init__(self, plan: Plan, page_size: int) -> None:
+        self._plan = plan
+        self._page_size = page_size
+
+    def views(self, spec: AttentionSpec, keys: Tensor, values: Tensor) -> list[_View]:
+        """Return a view per read."""
+        return [self._view(read, spec.window_left, keys, values) for read in self._plan.reads(spec.window_left)]
+
+    def _view(self, read: Read, window_left: int | None, keys: Tensor, values: Tensor) -> _View:
+        page_CJ, num_pages_C = _pages_of(read, self._plan.tables, window_left, self._page_size)
+        page_size, num_pages = self._page_size, page_CJ.shape[1]
+        first_C = read.key_start // page_size * page_size
+
+        def position(chunk: Tensor, place: Tensor) -> Tensor:
+            return first_C[chunk] + place
+
+        index_CJ = torch.arange(num_pages, device=page_CJ.device).expand_as(page_CJ)
+        mask = _block_mask(read, window_left, index_CJ, num_pages_C, position, num_pages, page_size)
+        k_CKSH, v_CKSV = (pages[page_CJ].flatten(1, 2).transpose(1, 2) for pages in (keys, values))
+        place_S = torch.arange(num_pages * page_size, device=page_CJ.device)
+        is_later_CS = first_C[:, None] + place_S > read.position[:, -1:]
+        return _View(k_CKSH, v_CKSV.masked_fill(is_later_CS[:, None, :, None], 0), mask)
 
 
 class FlexContext:
@@ -155,10 +210,7 @@ class FlexContext:
         self._plan = plan
         self._storage = storage
         self._kernel = kernel
-        self._form = form
-        self._page_size = page_size
-        self._pages: dict[bool, _Pages] = {}
-        self._masks: dict[int | None, list[flex.BlockMask]] = {}
+        self._pages = _InPlace(plan, page_size) if form.is_in_place else _Copies(plan, page_size)
 
     @torch.no_grad()
     def attend(self, spec: AttentionSpec, q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor, sink_N: Tensor | None) -> Tensor:
@@ -170,19 +222,16 @@ class FlexContext:
         write = self._plan.write(is_window=spec.is_window)
         store(keys, k_TKH, write)
         store(values, v_TKV, write)
-        self._clean_tails(values, is_window=spec.is_window)
-        pages = self._pages_of(keys.shape[0], is_window=spec.is_window)
-        # A worker stores what it computes in; with other dtypes this copies the pages.
-        k_1KSH, v_1KSV = pages.rows(keys).to(q_TNH.dtype), pages.rows(values).to(q_TNH.dtype)
         out_TNV = q_TNH.new_empty((*q_TNH.shape[:2], spec.v_dim))
-        for read, mask in zip(reads, self._masks_of(spec.window_left, pages), strict=True):
+        for read, view in zip(reads, self._pages.views(spec, keys, values), strict=True):
             rows_CQNH = q_TNH if read.rows is None else q_TNH[read.rows]
             q_CNQH = rows_CQNH.view(read.num_chunks, read.num_queries, *q_TNH.shape[1:]).transpose(1, 2)
             out_CNQV, aux = self._kernel(
                 q_CNQH,
-                k_1KSH,
-                v_1KSV,
-                block_mask=mask,
+                # A worker stores what it computes in; with other dtypes this copies the pages.
+                view.keys.to(q_TNH.dtype),
+                view.values.to(q_TNH.dtype),
+                block_mask=view.mask,
                 scale=spec.scale,
                 enable_gqa=spec.num_heads != spec.num_kv_heads,
                 return_aux=flex.AuxRequest(lse=True),
@@ -196,67 +245,51 @@ class FlexContext:
             out_TNV[read.rows] = out_CQNV
         return out_TNV
 
-    def _clean_tails(self, values: Tensor, *, is_window: bool) -> None:
-        """Make finite what the newest pages hold beyond the newest tokens: the kernel weighs it with zero."""
-        last_B = self._plan.last_position()
-        sequence_B = torch.arange(last_B.shape[0], device=last_B.device)
-        page_B = self._plan.tables.pages(sequence_B, last_B // self._page_size, is_window=is_window)
-        is_tail_BP = torch.arange(self._page_size, device=last_B.device) > (last_B % self._page_size)[:, None]
-        page_BPKV = values.index_select(0, page_B)
-        finite_BPKV = page_BPKV.nan_to_num(posinf=0.0, neginf=0.0)
-        values.index_copy_(0, page_B, torch.where(is_tail_BP[:, :, None, None], finite_BPKV, page_BPKV))
 
-    def _pages_of(self, num_pages: int, *, is_window: bool) -> _Pages:
-        if is_window not in self._pages:
-            last_page_B = self._plan.last_position() // self._page_size
-            self._pages[is_window] = _Pages(
-                self._plan.tables, last_page_B, num_pages, is_window=is_window, picks=not self._form.is_in_place
-            )
-        return self._pages[is_window]
+def _pages_of(read: Read, tables: PageTables, window_left: int | None, page_size: int) -> tuple[Tensor, Tensor]:
+    """Return the pages from the one of a chunk's first key to the one of its last query, [C, J], and their number [C];
+    beyond it the last page is repeated."""
+    first_C, last_C = read.key_start // page_size, read.position[:, -1] // page_size
+    # Keys that begin inside a page reach into one page more.
+    num_pages = (read.num_keys - 2) // page_size + 2
+    logical_CJ = first_C[:, None] + torch.arange(num_pages, device=first_C.device)
+    page_CJ = tables.pages(
+        read.sequence[:, None], torch.minimum(logical_CJ, last_C[:, None]), is_window=window_left is not None
+    )
+    return page_CJ, last_C - first_C + 1
 
-    def _masks_of(self, window_left: int | None, pages: _Pages) -> list[flex.BlockMask]:
-        if window_left not in self._masks:
-            reads = self._plan.reads(window_left)
-            self._masks[window_left] = [self._mask(read, window_left, pages) for read in reads]
-        return self._masks[window_left]
 
-    def _mask(self, read: Read, window_left: int | None, pages: _Pages) -> flex.BlockMask:
-        """One row of blocks per chunk: the pages from the one of the first key to the one of the last query."""
-        first_C, last_C = read.key_start // self._page_size, read.position[:, -1] // self._page_size
-        logical_CJ = first_C[:, None] + torch.arange((read.num_keys - 2) // self._page_size + 2, device=first_C.device)
-        # The list's end repeats the last page; the count says where it ends.
-        page_CJ = self._plan.tables.pages(
-            read.sequence[:, None], torch.minimum(logical_CJ, last_C[:, None]), is_window=window_left is not None
-        )
-        return flex.BlockMask.from_kv_blocks(
-            (last_C - first_C + 1).to(torch.int32)[:, None, None],
-            pages.place(page_CJ).to(torch.int32)[:, None, None],
-            BLOCK_SIZE=(_QUERY_BLOCK, self._page_size),
-            mask_mod=_visible(read, window_left, pages.logical_BM, self._page_size),
-            seq_lengths=(read.num_queries, pages.num_pages * self._page_size),
-            compute_q_blocks=False,
-        )
+def _block_mask(
+    read: Read,
+    window_left: int | None,
+    block_CJ: Tensor,
+    num_blocks_C: Tensor,
+    position: Callable[[Tensor, Tensor], Tensor],
+    num_pages: int,
+    page_size: int,
+) -> flex.BlockMask:
+    """One row of blocks per chunk. `position(chunk, place)` is negative where a place is none of the chunk's."""
+    position_CQ, key_start_C = read.position, read.key_start
+
+    def is_visible(chunk: Tensor, head: Tensor, query: Tensor, place: Tensor) -> Tensor:
+        key = position(chunk, place)
+        distance = position_CQ[chunk, query] - key
+        seen = (distance >= 0) & (key >= key_start_C[chunk])
+        return seen if window_left is None else seen & (distance <= window_left)
+
+    return flex.BlockMask.from_kv_blocks(
+        num_blocks_C.to(torch.int32)[:, None, None],
+        block_CJ.to(torch.int32)[:, None, None],
+        BLOCK_SIZE=(_QUERY_BLOCK, page_size),
+        mask_mod=is_visible,
+        seq_lengths=(read.num_queries, num_pages * page_size),
+        compute_q_blocks=False,
+    )
 
 
 def sink_share(lse: Tensor, sink: Tensor) -> Tensor:
     """Return the share of the softmax that keys have beside a sink, from their natural log-sum-exp (broadcast)."""
     return torch.sigmoid(lse - sink.float())
-
-
-def _visible(
-    read: Read, window_left: int | None, logical_BM: Tensor, page_size: int
-) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    sequence_C, position_CQ, key_start_C = read.sequence, read.position, read.key_start
-    reach = window_left
-
-    def mask(chunk: Tensor, head: Tensor, query: Tensor, place: Tensor) -> Tensor:
-        logical = logical_BM[sequence_C[chunk], place // page_size]
-        position = logical * page_size + place % page_size
-        distance = position_CQ[chunk, query] - position
-        seen = (logical >= 0) & (distance >= 0) & (position >= key_start_C[chunk])
-        return seen if reach is None else seen & (distance <= reach)
-
-    return mask
 
 
 def _compiled() -> Kernel:

@@ -209,6 +209,37 @@ def test_full_pages_are_left_alone_when_told(name: str) -> None:
     assert_like(out, expected_of({(0, 1): (q, k, v)}, 0, window))
 
 
+@pytest.mark.parametrize("layer", LAYERS[:2])
+def test_flex_lists_the_pages_that_are_seen_and_no_others(layer: LayerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled kernel looks nowhere else; the uncompiled one does not look at the lists."""
+    masks: list[flex.flex.BlockMask] = []
+
+    def spy(*operands: Tensor, block_mask: flex.flex.BlockMask, **options: object) -> object:
+        masks.append(block_mask)
+        return flex._uncompiled(*operands, block_mask=block_mask, **options)
+
+    cache = PagedCache(LAYERS, page_size=PAGE, num_pages=40, dtype=torch.bfloat16)
+    backend = _flex_as_on_cuda(cache)
+    monkeypatch.setattr(backend, "_kernel", spy)
+    for name, lengths in {"a": (40, 1), "b": (150, 70), "c": (16, 1), "d": (15, 1)}.items():
+        cache.admit(name)
+        cache.extend(name, lengths[0])
+    attention = backend.context(
+        [cache.extend(name, num_new) for name, num_new in zip("abcd", (1, 70, 1, 1), strict=True)]
+    )
+    attention.attend(layer.attention, *random_qkv(layer.attention, 73, seed=0), None)
+    assert [mask.seq_lengths[0] for mask in masks].count(1) >= 1
+    for mask in masks:
+        chunks, queries, places = (torch.arange(n) for n in (mask.kv_num_blocks.shape[0], *mask.seq_lengths))
+        none = torch.zeros(1, dtype=torch.int64)
+        seen = mask.mask_mod(chunks[:, None, None], none, queries[:, None], places)
+        pages = [set(row.nonzero().flatten().tolist()) for row in torch.unflatten(seen, 2, (-1, PAGE)).any(-1).any(1)]
+        counts = mask.kv_num_blocks[:, 0, 0].tolist()
+        listed = [row[:count] for row, count in zip(mask.kv_indices[:, 0, 0].tolist(), counts, strict=True)]
+        assert [set(row) for row in listed] == pages
+        assert counts == [len(row) for row in pages]
+
+
 @pytest.mark.usefixtures("_flashinfer")
 def test_flashinfer_plans_each_geometry_once_per_forward() -> None:
     cache = PagedCache([*LAYERS, replace(FULL, index=3)], page_size=PAGE, num_pages=10, dtype=torch.bfloat16)
