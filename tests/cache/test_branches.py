@@ -82,17 +82,21 @@ def test_a_junction_behind_a_healed_window_is_kept_too() -> None:
     assert driver.hit([*text(0, 61), 9, 9]) == 60
 
 
-def test_a_receiver_without_the_window_learns_nothing_it_does_not_have() -> None:
+@pytest.mark.parametrize("first_page", [14, 28])
+def test_a_receiver_without_the_whole_window_keeps_no_part_of_it(first_page: int) -> None:
+    """The junction at page 15 needs the windows of pages 13 and 14."""
     driver = CacheDriver(retention=ends_only())
     driver.serve(text(0, 61) + text(1, 30), chunk_tokens=16)
     driver.cache._ledger.evict_window(100)
     other = text(0, 61) + text(2, 60)
     pages = driver.cache.begin(driver.keys(other), len(other), full_only=True)
-    pages.extend(len(other), window_start=driver.cache.window_frontier(len(other)))
+    pages.extend(len(other), window_start=first_page)
     pages.commit(len(other), driver.keys(other))
     pages.finish()
     driver.check()
     assert driver.hit([*text(0, 61), 9, 9]) == 0
+    assert driver.hit([*other, 9]) == 120
+    assert driver.cache.stats().window.evictable == min(3, 30 - first_page)
 
 
 @pytest.mark.parametrize(("num_tokens", "boundaries"), [(95, [16, 32, 48, 64, 80]), (100, [32, 64, 96])])

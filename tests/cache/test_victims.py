@@ -223,6 +223,26 @@ def test_heat_halves_and_a_key_does_not_move_by_waiting() -> None:
     assert policy.window_rank(nodes[0]) == policy.window_rank(nodes[1])
 
 
+def test_the_end_of_a_branch_hands_its_heat_to_what_continues_it() -> None:
+    """Two sequences go on from one end. The first takes over; the second parts from it: a use of where they do."""
+    driver = CacheDriver()
+    driver.serve(text(0, 40))
+    tree = driver.cache._ledger.tree
+    prompts = [text(0, 40) + text(session, 21) for session in (1, 2)]
+    rows = [driver.cache.begin(driver.keys(prompt), 61) for prompt in prompts]
+    (end,) = tree.root.children.values()
+    assert (end.stop, end.heat) == (10, 1.0)
+    heats = []
+    for row, prompt in zip(rows, prompts, strict=True):
+        driver.advance(row, driver.keys(prompt), 61)
+        heats.append((end.heat, [child.heat for child in end.children.values()]))
+    assert heats == [(0.0, [1.0]), (1.0, [1.0, 0.0])]
+    for row in rows:
+        row.finish()
+    assert [child.heat for child in end.children.values()] == [1.0, 1.0]
+    driver.check()
+
+
 @pytest.mark.parametrize(("heal_tokens", "half_life_lookups"), [(-1, 10.0), (0, 0.0)])
 def test_nonsense_is_refused(heal_tokens: int, half_life_lookups: float) -> None:
     with pytest.raises(ValueError, match="must be positive"):
