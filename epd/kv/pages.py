@@ -5,7 +5,7 @@ The owner byte makes a double free, or a free by a non-owner, an error at once i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 
 from epd.kv.errors import NoPages, PageStateError
@@ -19,6 +19,10 @@ class PageOwner(IntEnum):
     FREE = 0
     SEQUENCE = 1
     TREE = 2
+
+
+_OWNERS = tuple(PageOwner)
+"""By value: an index is quicker than a call of the class, and this is asked once per page."""
 
 
 class PagePool:
@@ -48,7 +52,7 @@ class PagePool:
         return self._counts[owner]
 
     def owner(self, page: int) -> PageOwner:
-        return PageOwner(self._owners[page])
+        return _OWNERS[self._owners[page]]
 
     def allocate(self, num_pages: int) -> list[int]:
         """Take `num_pages` free pages for a sequence. Raises NoPages, changing nothing, if there are fewer."""
@@ -93,16 +97,22 @@ class PagePool:
         if found != self._counts or found[PageOwner.FREE] != len(self._free):
             raise PageStateError(f"{self.name} pool: counted {found}, booked {self._counts}, free {len(self._free)}")
 
-    def _require(self, pages: Iterable[int], owner: PageOwner) -> None:
+    def _require(self, pages: Sequence[int], owner: PageOwner) -> None:
         if owner is PageOwner.FREE:
             raise PageStateError(f"{self.name} pool: free pages have no owner to act for them")
+        # Most calls are right: told without a loop in Python.
+        distinct = set(pages)
+        if len(distinct) == len(pages) and (not pages or 0 <= min(pages) <= max(pages) < len(self._owners)):
+            held = bytes(map(self._owners.__getitem__, pages))
+            if held.count(owner) == len(pages):
+                return
         seen: set[int] = set()
         for page in pages:
             if not 0 <= page < len(self._owners):
                 raise PageStateError(f"{self.name} pool: no page {page} in {len(self._owners)}")
             if self._owners[page] != owner or page in seen:
-                held = "named twice" if page in seen else f"held by {self.owner(page).name}"
-                raise PageStateError(f"{self.name} pool: page {page} is {held}, not by {owner.name}")
+                fault = "named twice" if page in seen else f"held by {self.owner(page).name}"
+                raise PageStateError(f"{self.name} pool: page {page} is {fault}, not by {owner.name}")
             seen.add(page)
 
     def _move(self, source: PageOwner, target: PageOwner, num_pages: int) -> None:
