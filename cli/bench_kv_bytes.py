@@ -18,7 +18,7 @@ _NUM_TOKENS = 100_000
 _CHUNK_TOKENS = 2048
 _MODELS = {"pro": "mimo-v2.5-pro", "v25": "mimo-v2.5"}
 # Windows at the ends alone: what is kept besides is a choice, and goes first when memory is short.
-_ENDS_ONLY = RetentionPolicy(retention_stride_tokens=0, at_chunk_ends=False)
+_ENDS_ONLY = RetentionPolicy(retention_stride_tokens=0, long_stride_tokens=0, at_chunk_ends=False)
 
 
 def byte_cases() -> tuple[Case, ...]:

@@ -36,6 +36,9 @@ class CacheSettings:
     dense_retention_tokens: int
     release_interval_tokens: int
     at_chunk_ends: bool
+    long_prompt_tokens: int
+    long_stride_tokens: int
+    learns_branches: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

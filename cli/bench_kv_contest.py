@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Literal
@@ -189,12 +189,11 @@ class Arena:
 
 
 def _retention(settings: CacheSettings, *, dense: bool) -> RetentionPolicy:
-    kept = RetentionPolicy(
-        dense_retention_tokens=settings.dense_retention_tokens,
-        retention_stride_tokens=settings.retention_stride_tokens,
-        at_chunk_ends=settings.at_chunk_ends,
-        release_interval_tokens=settings.release_interval_tokens,
-    )
+    values = asdict(settings)
+    del values["page_size"]
+    kept = RetentionPolicy(**values)
     if dense:
         return kept
-    return replace(kept, dense_retention_tokens=0, retention_stride_tokens=0, at_chunk_ends=False)
+    return replace(
+        kept, dense_retention_tokens=0, retention_stride_tokens=0, long_stride_tokens=0, at_chunk_ends=False
+    )
