@@ -51,11 +51,11 @@ class EngineConfig:
     weights: WeightStorage | None = None
     qkv_layout: QkvLayout = "auto"
     threads: int = 1
-    # How many of the model's draft heads guess next tokens (multi-token prediction), 0 to 3; answers are the same with
-    # any number. `draft_max_batch_tokens` bounds what a step of decoding sequences computes with its drafts: the more
-    # sequences decode together, the fewer drafts each has, down to none.
-    draft_tokens: int = 0
-    draft_max_batch_tokens: int = 16
+    # How many of the model's draft heads guess next tokens (multi-token prediction), 0 to 3, None for all there are.
+    # Answers are the same with any number. `draft_max_batch_tokens` bounds what a step of decoding sequences computes
+    # with its drafts: the more sequences decode together, the fewer drafts each has, down to none.
+    draft_tokens: int | None = None
+    draft_max_batch_tokens: int = 64
     # How attention over pages is computed, see `epd.kernels.backends`; "auto" takes the fastest there is here.
     attention: str = "auto"
     # On CUDA, whether steps of one token per sequence are recorded and replayed as graphs, see `epd.engine.graphs`.
@@ -89,7 +89,7 @@ class EngineConfig:
         _one_of("engine.weights", self.weights, (None, *get_args(WeightStorage)))
         _one_of("engine.window_eviction", self.window_eviction, get_args(WindowEviction))
         _one_of("engine.qkv_layout", self.qkv_layout, get_args(QkvLayout))
-        _one_of("engine.draft_tokens", self.draft_tokens, tuple(range(MAX_DRAFT_TOKENS + 1)))
+        _one_of("engine.draft_tokens", self.draft_tokens, (None, *range(MAX_DRAFT_TOKENS + 1)))
         _positive(
             "engine",
             draft_max_batch_tokens=self.draft_max_batch_tokens,

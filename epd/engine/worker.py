@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 
 import torch
@@ -14,7 +14,7 @@ from epd.cache.prefix import PrefixCache
 from epd.cache.retention import RetentionPolicy
 from epd.cache.victims import make_policy
 from epd.cache.window import num_window_pages
-from epd.config import EngineConfig
+from epd.config import MAX_DRAFT_TOKENS, EngineConfig
 from epd.engine.admission import Limits
 from epd.engine.clock import Clock
 from epd.engine.drafting import DraftPolicy
@@ -141,15 +141,11 @@ def build_engine(
             dtype=dtype,
             device=device,
             window_left=config.window_left,
-            with_mtp=config.draft_tokens > 0,
+            with_mtp=config.draft_tokens != 0,
             qkv_layout=config.qkv_layout,
             weights=config.weights,
         ).eval()
-    if config.draft_tokens > model.num_mtp_layers:
-        raise ValueError(
-            f"engine.draft_tokens is {config.draft_tokens}, {config.model_dir.name} holds {model.num_mtp_layers} draft "
-            "heads"
-        )
+    config = replace(config, draft_tokens=_num_heads(config, model))
     clock = Clock() if clock is None else clock
     layout, retention = _layout(model.config, config, dtype), _retention(config)
     pools = _plan(config, layout, retention)
@@ -178,7 +174,7 @@ def build_engine(
             feed,
             attention,
             num_token_ids=count_token_ids(config.model_dir),
-            num_heads=config.draft_tokens,
+            num_heads=config.draft_tokens or 0,
             graphs=_graphs(config, model, attention, identity, pools, device) if has_graphs else None,
         ),
         mover=mover,
@@ -189,6 +185,18 @@ def build_engine(
         max_waiting=config.max_waiting,
     )
     return Engine(loop, cache, scheduler, feed, identity)
+
+
+def _num_heads(config: EngineConfig, model: HybridModel) -> int:
+    """Draft heads to run: all there are unless the settings say how many."""
+    num_held = model.num_mtp_layers
+    if config.draft_tokens is None:
+        return min(num_held, MAX_DRAFT_TOKENS)
+    if config.draft_tokens > num_held:
+        raise ValueError(
+            f"engine.draft_tokens is {config.draft_tokens}, {config.model_dir.name} holds {num_held} draft heads"
+        )
+    return config.draft_tokens
 
 
 def _identity(config: EngineConfig, text: TextConfig, pools: PoolPlan) -> WorkerIdentity:
@@ -221,7 +229,7 @@ def _scheduler_config(
         max_running=config.max_running,
         heal_cost=heal_cost(text, page_size=config.page_size),
         waiting_credit_tokens_per_s=config.waiting_credit_tokens_per_s,
-        drafting=DraftPolicy(config.draft_tokens, config.draft_max_batch_tokens),
+        drafting=DraftPolicy(config.draft_tokens or 0, config.draft_max_batch_tokens),
     )
 
 
@@ -261,7 +269,7 @@ def _graphs(
     return make_graphs(
         model,
         attention,
-        max_running=config.max_running,
+        max_rows=config.max_running * (1 + (config.draft_tokens or 0)),
         max_table_pages=-(-identity.max_context_tokens // config.page_size),
         # Those after the pools' own.
         scratch=ScratchPages(full=pools.num_full_pages, window=pools.num_window_pages),
@@ -291,7 +299,8 @@ def _storage(
 
 
 def _layout(text: TextConfig, config: EngineConfig, dtype: torch.dtype) -> KvLayout:
-    specs = [layer.attention for layer in (*text.layers, *(text.mtp_layer(k) for k in range(config.draft_tokens)))]
+    heads = [text.mtp_layer(k) for k in range(config.draft_tokens or 0)]
+    specs = [layer.attention for layer in (*text.layers, *heads)]
     return KvLayout.from_specs(
         [spec for spec in specs if not spec.is_window],
         [spec for spec in specs if spec.is_window],

@@ -1,6 +1,7 @@
 """Prefill and decode as two engines that only share messages."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -51,9 +52,8 @@ class Pair:
     def answer(self, request_id: str) -> list[int]:
         deltas = [*self.prefill.deltas, *self.decode.deltas]
         mine = sorted((delta for delta in deltas if delta.request_id == request_id), key=lambda delta: delta.index)
-        assert (
-            [delta.index for delta in mine] == list(range(mine[0].index, mine[0].index + len(mine))) if mine else True
-        )
+        for delta, following in pairwise(mine):
+            assert following.index == delta.index + len(delta.token_ids)
         return [token for delta in mine for token in delta.token_ids]
 
     def finish(self, request_id: str) -> Finish:
@@ -70,11 +70,12 @@ def pair(make_bench: MakeBench) -> Pair:
     return make_pair(make_bench)
 
 
-def make_pair(make_bench: MakeBench, **decode_changes: object) -> Pair:
+def make_pair(make_bench: MakeBench, *, both: dict[str, object] | None = None, **decode_changes: object) -> Pair:
+    """Settings of both workers, and of decode alone."""
     links: dict[str, Mailbox] = {}
     clock = FakeClock()
-    prefill = make_bench(links=links, address="prefill", clock=clock, role=Role.PREFILL)
-    decode = make_bench(links=links, address="decode", clock=clock, role=Role.DECODE, **decode_changes)
+    prefill = make_bench(links=links, address="prefill", clock=clock, role=Role.PREFILL, **(both or {}))
+    decode = make_bench(links=links, address="decode", clock=clock, role=Role.DECODE, **(both or {}) | decode_changes)
     return Pair(prefill, decode, clock)
 
 
