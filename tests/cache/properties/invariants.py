@@ -181,7 +181,7 @@ class Maximal(Invariant):
             self.num_cases += hit.num_tokens < hit.num_full_only_tokens
 
     def on_begin(self, world: World, run: Run, limit_tokens: int, full_only: bool) -> None:
-        keys = run.chain.keys
+        keys = run.keys
         expected = world.log.longest(keys, limit_tokens)
         if full_only:
             expected = min(world.log.full_run(keys), max(0, limit_tokens - 1) // world.page_size) * world.page_size
@@ -278,7 +278,7 @@ class NarrowerHitsMore(Invariant):
 
 
 class InsertThenMatch(Invariant):
-    """What was committed is found at once, by a longer prompt to its last page and by the same prompt to the page before.
+    """What was committed is found at once: by a longer prompt to its last page, by the same prompt to the page before.
 
     With a second tail page (draft layers drop a page of a hit) by a prompt one page shorter as well.
     """
@@ -291,7 +291,7 @@ class InsertThenMatch(Invariant):
             self._found(world, run, before.num_committed, before.window_start)
 
     def _found(self, world: World, run: Run, num_tokens: int, window_start: int) -> None:
-        size, keys = world.page_size, run.chain.keys
+        size, keys = world.page_size, run.keys
         boundary = num_tokens // size
         # A row that was handed its window has no page before it yet, one that leased without windows has none at all.
         whole = not world.window_tokens or window_start <= max(0, boundary - world.cache.window_pages)
@@ -355,7 +355,7 @@ class EndOnce(Invariant):
 
 
 class JointAllocation(Invariant):
-    """Room is given in both pools or in neither, exactly when free and evictable pages are enough; a refusal is no change."""
+    """Room is given in both pools or in neither, and exactly when there is enough; a refusal changes nothing."""
 
     def before(self, world: World, step: Step) -> None:
         self._remember(world)
@@ -498,7 +498,8 @@ class Recency(Invariant):
                 before, after = ranks[node.node_id], cache._ledger._policy.window_rank(node)
                 self.num_cases += node.node_id in path
                 # A key that decays is a rounded logarithm: a step up or down is no change.
-                assert before[0] == after[0] and abs(before[1] - after[1]) <= 1, "a lookup moved a victim far from its end"
+                assert before[0] == after[0]
+                assert abs(before[1] - after[1]) <= 1, "a lookup moved a victim far from its end"
 
     def _shape(self, world: World) -> list[tuple[int, int, int]]:
         return [(node.node_id, node.num_pages, len(node.window_pages)) for node in nodes_of(world)]

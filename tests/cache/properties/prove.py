@@ -28,6 +28,7 @@ from tests.cache.properties.twins import drafts_leave_no_trace, splits_are_unobs
 from tests.cache.properties.world import run_schedule
 
 BATCH = 200
+_NOTED_EVERY = 10_000
 NUM_STEPS = 12
 NUM_TWIN_STEPS = 8
 
@@ -81,6 +82,9 @@ def prove(seed: int, first: int, num_schedules: int, num_jobs: int, out: Path | 
         for tally in pool.imap_unordered(try_batch, batches):
             total.add(tally)
             progress.advance(task, tally.num_schedules)
+            if out is not None and total.num_schedules % _NOTED_EVERY < tally.num_schedules:
+                with out.open("a") as file:
+                    print(_so_far(total, seed, first, time.monotonic() - started_s), file=file)
     lines = list(_summary(total, seed, first, time.monotonic() - started_s))
     for file in _outputs(out):
         print("\n".join(lines), file=file, flush=True)
@@ -149,14 +153,19 @@ def _story(name: str, schedule: bytes, number: int) -> str:
 
 def _summary(total: Tally, seed: int, first: int, seconds: float) -> Iterator[str]:
     yield from total.stories[:20]
-    yield (
-        f"{total.num_schedules:,} schedules from {first} of seed {seed}, {total.num_steps:,} steps, {seconds:,.0f} s, "
-        f"{sum(total.failures.values())} failures"
-    )
+    yield _so_far(total, seed, first, seconds)
     for name in [*INVARIANTS, *BESIDE, *(name for name in total.failures if name == "all at once")]:
         failed = total.failures[name]
         cases = f", {total.cases[name]:,} cases" if total.cases[name] else ""
-        yield f"{'FAILED ' + str(failed) if failed else 'holds':<10} {total.num_schedules:>9,} schedules{cases:<20} {name}"
+        verdict = f"FAILED {failed}" if failed else "holds"
+        yield f"{verdict:<10} {total.num_schedules:>9,} schedules{cases:<20} {name}"
+
+
+def _so_far(total: Tally, seed: int, first: int, seconds: float) -> str:
+    return (
+        f"{total.num_schedules:,} schedules from {first} of seed {seed}, {total.num_steps:,} steps, {seconds:,.0f} s, "
+        f"{sum(total.failures.values())} failures"
+    )
 
 
 def _outputs(out: Path | None) -> Iterator[TextIO]:

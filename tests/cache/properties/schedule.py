@@ -1,6 +1,6 @@
 """Schedules as bytes: what happens to a small cache, in an order nobody would choose.
 
-A schedule is a header of HEADER_BYTES (the setting: page size, window, pools, retention, eviction policy) and then steps
+A schedule is a header of HEADER_BYTES (the setting: page size, window, pools, retention, eviction policy), then steps
 of STEP_BYTES each: what happens, and three arguments. Every byte string is a schedule and zero bytes do nothing, so
 hypothesis shrinks one by shortening it and by setting steps to zero, and `random.randbytes` makes as many as wanted.
 """

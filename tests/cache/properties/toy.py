@@ -1,11 +1,11 @@
 """A deterministic toy model whose forward runs through the pages of the real pools, and the same without any cache.
 
-Three layers, window, full, window, of integer recurrences modulo 2^64. Per layer a token stores one word, kv = mix(h), and
+Three layers, window, full, window, of integer recurrences modulo 2^64. Per layer a token stores a word, kv = mix(h), and
 
     h' = mix(h + sum of kv[u] x odd weight of u over the tokens u it sees)
 
-where a window layer sees W tokens to its left and itself, a full layer all. One wrong word anywhere in what a token sees
-changes its output, so equal outputs mean equal KV. Everything else, the schedules too, is `World`'s.
+where a window layer sees W tokens to its left and itself, a full layer all. One wrong word in what a token sees changes
+its output, so equal outputs mean equal KV. Everything else, the schedules too, is `World`'s.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class ToyWorld(World):
         self.num_compared += stop - start
 
     def compare_rows(self) -> None:
-        """KV of every row, in every layer, is the plain forward's: all of it in full layers, the last window in others."""
+        """KV of every row is the plain forward's in every layer: all of it in full ones, the last window in others."""
         for run in self.runs:
             committed = run.pages.num_committed_tokens
             expected = plain_forward(run.text, self.window_tokens)[0]

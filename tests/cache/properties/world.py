@@ -1,5 +1,7 @@
 """A real PrefixCache driven by a schedule, with a shadow beside it, and the hooks where invariants look.
 
+Long because every kind of step is here, next to what it does to the shadow.
+
 The shadow: `log` (what was inserted less what the pools saw go), `full_tags` and `window_tags` (for every slot of both
 pools the tag of what was last written there), and per run the tags its tokens ought to have. A tag names a token and
 everything before it, as a KV row does; a stub forward writes tags where a real one would write KV.
@@ -10,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 from epd.cache.keys import MediaRun, PageKeyChain, page_keys
 from epd.cache.prefix import PrefixCache, PrefixHit
@@ -73,7 +76,7 @@ class Run:
     namespace: int
     atoms: list[int]
     tags: list[int]
-    chain: PageKeyChain
+    keys: list[bytes]
     pages: SequencePages
     num_prompt_tokens: int
     num_leased_pages: int
@@ -83,6 +86,8 @@ class Run:
     """Its windows were written for pages it had leased, so it has none before those."""
     reach_tokens: int = 0
     """The most room it ever asked for beyond its committed tokens: chunk and drafts, or what was healed."""
+    chain: PageKeyChain | None = None
+    """Made when the first token is decoded; `keys` is its list from then on."""
 
     @property
     def text(self) -> Text:
@@ -115,7 +120,7 @@ class Before:
 
 
 class Invariant:
-    """One property. Hooks do nothing here; a subclass looks where it must, asserts, and counts what it was there to see."""
+    """One property. Hooks do nothing here; a subclass looks where it must, asserts, and counts what it came to see."""
 
     num_cases = 0
 
@@ -213,13 +218,11 @@ class World:
     ) -> Run:
         keys = self.keys(text)
         pages = self.cache.begin(keys, len(text), max_cached_tokens=limit_tokens, full_only=full_only)
-        chain = PageKeyChain(page_size=self.page_size, seed=_seed(text.namespace))
-        chain.extend(*_as_prompt(text.atoms))
         run = Run(
             text.namespace,
             list(text.atoms),
             self.tags(text),
-            chain,
+            keys,
             pages,
             num_prompt_tokens or len(text),
             pages.num_published_pages,
@@ -263,9 +266,9 @@ class World:
 
     def commit(self, run: Run, num_tokens: int) -> None:
         before = Before.of(run.pages)
-        run.pages.commit(num_tokens, run.chain.keys)
+        run.pages.commit(num_tokens, run.keys)
         if not run.is_condemned:
-            keys, num_pages = run.chain.keys, num_tokens // self.page_size
+            keys, num_pages = run.keys, num_tokens // self.page_size
             for index in range(min(before.num_published, before.window_start), num_pages):
                 self.log.insert(keys[index], before.full_pages[index], before.window(index))
             for index in range(before.num_published, num_pages):
@@ -417,7 +420,7 @@ class World:
         run = self._run(step)
         if run is None:
             return
-        published, first = run.pages.num_published_pages, run.chain.keys[:1]
+        published, first = run.pages.num_published_pages, run.keys[:1]
         self.runs.remove(run)
         hidden = not run.is_condemned and published > 0
         run.pages.condemn()
@@ -427,7 +430,7 @@ class World:
         below = [key for run_ in self._ever(first[0]) for key in run_]
         self.log.hide(below)
         for other in self.runs:
-            other.is_condemned |= other.pages.num_published_pages > 0 and other.chain.keys[:1] == first
+            other.is_condemned |= other.pages.num_published_pages > 0 and other.keys[:1] == first
         self.inserted = {
             (namespace, atoms)
             for namespace, atoms in self.inserted
@@ -456,7 +459,11 @@ class World:
 
     def _decode(self, run: Run, stop: int, symbol: int) -> None:
         """Sample tokens until the run has `stop`."""
-        while len(run.atoms) < stop:
+        if run.chain is None and len(run.atoms) < stop:
+            run.chain = PageKeyChain(page_size=self.page_size, seed=_seed(run.namespace))
+            run.chain.extend(*_as_prompt(run.atoms))
+            run.keys = run.chain.keys
+        while run.chain is not None and len(run.atoms) < stop:
             run.atoms.append(symbol)
             run.tags.append(hash((run.tags[-1], symbol)))
             run.chain.append(symbol)
@@ -472,7 +479,7 @@ class World:
         self.remember(text)
         return text
 
-    _STEPS = {
+    _STEPS: ClassVar = {
         Op.BEGIN: _begin,
         Op.AGAIN: _again,
         Op.ADVANCE: _advance,
