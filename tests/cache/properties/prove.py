@@ -15,6 +15,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -25,7 +26,7 @@ from tests.cache.properties.invariants import INVARIANTS
 from tests.cache.properties.schedule import HEADER_BYTES, STEP_BYTES, setting_of, size_of, steps_of
 from tests.cache.properties.toy import run_toy
 from tests.cache.properties.twins import drafts_leave_no_trace, splits_are_unobservable
-from tests.cache.properties.world import run_schedule
+from tests.cache.properties.world import Invariant, run_schedule
 
 BATCH = 200
 _NOTED_EVERY = 10_000
@@ -83,8 +84,8 @@ def prove(seed: int, first: int, num_schedules: int, num_jobs: int, out: Path | 
             total.add(tally)
             progress.advance(task, tally.num_schedules)
             if out is not None and total.num_schedules % _NOTED_EVERY < tally.num_schedules:
-                with out.open("a") as file:
-                    print(_so_far(total, seed, first, time.monotonic() - started_s), file=file)
+                with out.open("a") as log:
+                    print(_so_far(total, seed, first, time.monotonic() - started_s), file=log)
     lines = list(_summary(total, seed, first, time.monotonic() - started_s))
     for file in _outputs(out):
         print("\n".join(lines), file=file, flush=True)
@@ -112,14 +113,14 @@ def try_schedule(schedule: bytes, number: int, tally: Tally) -> None:
         _blame(schedule, number, tally)
     for name, invariant in invariants.items():
         tally.cases[name] += invariant.num_cases
-    _try_one(DISTURBING, _recency, schedule, number, tally)
+    _try_one(DISTURBING, partial(_alone, INVARIANTS[DISTURBING]), schedule, number, tally)
     for name, holds in BESIDE.items():
         part = schedule if holds is run_toy else schedule[: HEADER_BYTES + NUM_TWIN_STEPS * STEP_BYTES]
         _try_one(name, holds, part, number, tally)
 
 
-def _recency(schedule: bytes) -> int:
-    invariant = INVARIANTS[DISTURBING]()
+def _alone(kind: type[Invariant], schedule: bytes) -> int:
+    invariant = kind()
     run_schedule(schedule, [invariant])
     return invariant.num_cases
 
@@ -127,10 +128,9 @@ def _recency(schedule: bytes) -> int:
 def _blame(schedule: bytes, number: int, tally: Tally) -> None:
     """Something failed with all invariants on: find out which ones fail alone."""
     before = sum(tally.failures.values())
-    for name, invariant in INVARIANTS.items():
-        if name == DISTURBING:
-            continue
-        _try_one(name, lambda one, kind=invariant: len(run_schedule(one, [kind()]).runs), schedule, number, tally)
+    for name, kind in INVARIANTS.items():
+        if name != DISTURBING:
+            _try_one(name, partial(_alone, kind), schedule, number, tally)
     if sum(tally.failures.values()) == before:
         tally.failures["all at once"] += 1
         tally.stories.append(f"schedule {number}: fails with all invariants at once, with none alone")

@@ -1,6 +1,6 @@
 """A deterministic toy model whose forward runs through the pages of the real pools, and the same without any cache.
 
-Three layers, window, full, window, of integer recurrences modulo 2^64. Per layer a token stores a word, kv = mix(h), and
+Three layers, window, full, window, of integer recurrences modulo 2^64. Per layer a token stores kv = mix(h), and
 
     h' = mix(h + sum of kv[u] x odd weight of u over the tokens u it sees)
 
@@ -46,7 +46,8 @@ def _seen(kv: Words, first: int, start: int, reach: int | None) -> Words:
     if reach is None:
         return upper
     lows = np.maximum(np.arange(start, first + len(kv)) - reach, first) - first
-    return upper - sums[lows]
+    seen: Words = upper - sums[lows]
+    return seen
 
 
 @lru_cache(maxsize=20_000)
