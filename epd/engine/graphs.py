@@ -1,9 +1,10 @@
-"""Decode steps as CUDA graphs: a step of one token per sequence is one launch instead of a few per layer.
+"""Decode steps as CUDA graphs: one launch for the trunk's forward instead of a few per layer.
 
-A graph has a shape, rows x pages of a table row; a step takes the smallest shape it fits in. Rows that no sequence
-needs compute a token at position 0 of a scratch page of each pool, which nothing else uses. Inputs lie at fixed
+A decode step is one token per sequence, and drafts after it; each of these tokens is a row, with its sequence's pages
+for a table. A graph has a shape, rows x pages of a table row, and a step takes the smallest shape it fits in. Rows that
+nothing needs compute a token at position 0 of a scratch page of each pool, which nothing else uses. Inputs lie at fixed
 addresses, in one buffer that is filled on the host and copied at once. Shapes come from a bounded set and are recorded
-when first needed. Steps that are anything else than one token per sequence go the ordinary way.
+when first needed. All other steps, and the draft heads, go the ordinary way.
 
 All but `CudaRecorder` is plain code that runs on any device: with `PlainRecorder` the same padded step is computed
 without a graph. Written for CUDA; so far it has run on CPUs alone, which is to say without `CudaRecorder`.
@@ -115,9 +116,9 @@ class GraphShapes:
     table_pages: tuple[int, ...]
 
     @classmethod
-    def up_to(cls, max_running: int, max_table_pages: int) -> GraphShapes:
-        """Powers of two and `max_running` itself; powers of two of pages up to what the longest sequence needs."""
-        batch_sizes = [size for size in _powers(1) if size < max_running] + [max_running]
+    def up_to(cls, max_rows: int, max_table_pages: int) -> GraphShapes:
+        """Powers of two and `max_rows` itself; powers of two of pages up to what the longest sequence needs."""
+        batch_sizes = [size for size in _powers(1) if size < max_rows] + [max_rows]
         most = min(max(max_table_pages, _MIN_TABLE_PAGES), _MAX_TABLE_PAGES)
         return cls(tuple(batch_sizes), tuple(size for size in _powers(_MIN_TABLE_PAGES) if size < 2 * most))
 
@@ -158,14 +159,16 @@ class DecodeGraphs:
         return len(self._graphs)
 
     def run(self, steps: Sequence[SequenceStep]) -> Decoded | None:
-        """Compute a step of one token per sequence; None when these steps are something else, or fit no shape.
+        """Compute a decode step; None when these steps are something else, or fit no shape.
 
-        Row i of the result is step i; it is overwritten by the next run. When recording fails, which is logged, this
-        and all later steps go the ordinary way.
+        Rows of the result are the tokens of the steps, drafts included, in order; they are overwritten by the next run.
+        When recording fails, which is logged, this and all later steps go the ordinary way.
         """
         if self._recorder is None or not all(_is_decode(step) for step in steps):
             return None
-        shape = self._shapes.fit(len(steps), max(step.start // self._page_size + 1 for step in steps))
+        num_rows = sum(step.computed_stop - step.start for step in steps)
+        num_pages = max((step.computed_stop - 1) // self._page_size + 1 for step in steps)
+        shape = self._shapes.fit(num_rows, num_pages)
         if shape is None:
             return None
         try:
@@ -174,7 +177,7 @@ class DecodeGraphs:
             self._recorder = None
             logger.error("CUDA graphs are off from here on: a step of %d rows cannot be recorded: %s", shape[0], error)
             return None
-        return Decoded(*(each[: len(steps)] for each in (decoded.embed, decoded.hidden, decoded.logits)))
+        return Decoded(*(each[:num_rows] for each in (decoded.embed, decoded.hidden, decoded.logits)))
 
     def _graph(self, shape: tuple[int, int], recorder: GraphRecorder) -> _Graph:
         if shape not in self._graphs:
@@ -243,8 +246,13 @@ class _Inputs:
 
     def fill(self, steps: Sequence[SequenceStep]) -> list[DecodeRow]:
         """Write the steps, then scratch rows, and bring all of it to the device."""
-        rows = [self._fill_row(row, step) for row, step in enumerate(steps)]
-        for row in range(len(steps), len(self._ids)):
+        rows = [
+            self._fill_row(row, step, offset)
+            for row, (step, offset) in enumerate(
+                (step, offset) for step in steps for offset in range(step.computed_stop - step.start)
+            )
+        ]
+        for row in range(len(rows), len(self._ids)):
             self._ids[row] = self._positions[row] = self._window_starts[row] = 0
             self._put_full(row, (self._scratch.full,))
             self._window[row] = self._scratch.window
@@ -252,15 +260,18 @@ class _Inputs:
         self._device.copy_(self._host, non_blocking=True)
         return rows
 
-    def _fill_row(self, row: int, step: SequenceStep) -> DecodeRow:
-        last_page = step.start // self._page_size
-        first_page = max(step.pages.window_start, (step.start - self._reach) // self._page_size, 0)
-        self._ids[row], self._positions[row], self._window_starts[row] = step.token_ids[0], step.start, first_page
+    def _fill_row(self, row: int, step: SequenceStep, offset: int) -> DecodeRow:
+        """Row of the step's token at `offset`: its own, then its drafts."""
+        position, held_from = step.start + offset, step.pages.window_start
+        last_page = position // self._page_size
+        first_page = max(held_from, (position - self._reach) // self._page_size, 0)
+        self._ids[row] = (*step.token_ids, *step.draft.drafts)[offset]
+        self._positions[row], self._window_starts[row] = position, first_page
         self._put_full(row, step.pages.full_pages[: last_page + 1])
-        held = step.pages.window_pages[first_page - step.pages.window_start : last_page + 1 - step.pages.window_start]
+        held = step.pages.window_pages[first_page - held_from : last_page + 1 - held_from]
         self._window[row] = self._scratch.window
         self._window[row, : len(held)] = held
-        return DecodeRow(num_tokens=step.start + 1, window_start_page=first_page)
+        return DecodeRow(num_tokens=position + 1, window_start_page=first_page)
 
     def _put_full(self, row: int, pages: tuple[int, ...]) -> None:
         if self._held[row] != pages:
@@ -273,23 +284,26 @@ def make_graphs(
     model: HybridModel,
     backend: AttentionBackend,
     *,
-    max_running: int,
+    max_rows: int,
     max_table_pages: int,
     scratch: ScratchPages,
     page_size: int,
     device: torch.device,
 ) -> DecodeGraphs | None:
-    """The graphs of a worker on a CUDA device; None, with the reason in the log, where decode cannot be recorded."""
-    reason = graph_obstacle(model, backend, max_running=max_running)
+    """The graphs of a worker on a CUDA device, for steps of up to `max_rows` tokens.
+
+    None, with the reason in the log, where decode cannot be recorded.
+    """
+    reason = graph_obstacle(model, backend, max_rows=max_rows)
     if reason is not None:
         logger.warning("no CUDA graphs for decode: %s", reason)
         return None
     assert isinstance(backend, StaticDecodeBackend)
-    shapes = GraphShapes.up_to(max_running, max_table_pages)
+    shapes = GraphShapes.up_to(max_rows, max_table_pages)
     return DecodeGraphs(model, backend, shapes, scratch, CudaRecorder(device), page_size=page_size, device=device)
 
 
-def graph_obstacle(model: HybridModel, backend: AttentionBackend, *, max_running: int) -> str | None:
+def graph_obstacle(model: HybridModel, backend: AttentionBackend, *, max_rows: int) -> str | None:
     """Why decode of this model cannot be recorded, in words for a person; None where it can."""
     if not isinstance(backend, StaticDecodeBackend):
         return f'engine.attention = "{backend.name}" has no decode of fixed shapes'
@@ -298,7 +312,7 @@ def graph_obstacle(model: HybridModel, backend: AttentionBackend, *, max_running
             if not isinstance(module.gate_up, Tensor) or not isinstance(module.down, Tensor):
                 return 'experts are kept quantised (engine.weights = "keep") and are run one by one'
             assert model.config.moe is not None
-            num_rows = max_running * model.config.moe.num_experts_per_token
+            num_rows = max_rows * model.config.moe.num_experts_per_token
             return static_obstacle(module.gate_up, module.down, num_rows=num_rows, dtype=model.dtype)
     return None
 
@@ -308,12 +322,11 @@ def _powers(first: int) -> list[int]:
 
 
 def _is_decode(step: SequenceStep) -> bool:
-    """Whether the step computes and samples one token and nothing else."""
+    """Whether the step computes one token and drafts after it, samples after each, and does nothing else."""
     return (
         len(step.token_ids) == 1
         and step.sample is not None
         and not step.heals
         and not step.media
-        and not step.draft.drafts
         and not step.draft.ahead
     )

@@ -22,9 +22,10 @@ from epd.kernels.flex import FlexBackend
 from epd.model import rope
 from epd.model.hybrid import HybridModel
 from epd.types import SamplingParams
-from tests.engine.conftest import Bench, Checkpoint, MakeBench, make_request
+from tests.engine.conftest import Checkpoint, MakeBench, make_request
+from tests.fakes.guessing_model import guessing_model
 from tests.fakes.pages import PagedCache
-from tests.fakes.tiny_checkpoint import CHANGES
+from tests.fakes.tiny_checkpoint import CHANGES, write_checkpoint
 from tests.fakes.tiny_text import tiny_config
 from tests.oracles.plain_generate import plain_generate
 
@@ -79,17 +80,17 @@ def test_shapes() -> None:
 
 @torch.inference_mode()
 def test_padded_rows_change_nothing_but_the_scratch_page(checkpoint: Checkpoint) -> None:
-    """Three rows in a shape of four, over several steps in which one ends and tables grow: logits are those of the
-    ordinary way, and so is every page."""
+    """Four rows, then three in the same shape with others before them, then two, while tables grow: logits are those
+    of the ordinary way, and so is every page."""
     model = checkpoint.model
-    prompts = [21, 3, 40]
+    prompts = [21, 23, 40, 10]
     plain, _ = make_cache(model, prompts)
     padded, scratch = make_cache(model, prompts)
     graphs = make_decode_graphs(model, padded, scratch, PlainRecorder())
     lengths = dict(enumerate(prompts))
     for turn in range(12):
-        if turn == 6:
-            del lengths[2]
+        if turn in (4, 8):
+            del lengths[0 if turn == 4 else 2]
         ids = {i: (13 * turn + i) % 100 for i in lengths}
         attention = plain.attention(*(plain.extend(str(i), 1) for i in lengths))
         positions = torch.tensor(list(lengths.values()))
@@ -101,6 +102,7 @@ def test_padded_rows_change_nothing_but_the_scratch_page(checkpoint: Checkpoint)
         decoded = graphs.run(steps)
         assert decoded is not None
         torch.testing.assert_close(decoded.logits, expected, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(decoded.embed, model.embed(torch.tensor(list(ids.values()))))
         lengths = {i: length + 1 for i, length in lengths.items()}
     for layer in model.config.layers:
         for of_plain, of_padded in ((plain.keys, padded.keys), (plain.values, padded.values)):
@@ -123,7 +125,6 @@ def test_other_steps_go_the_ordinary_way(checkpoint: Checkpoint) -> None:
         SequenceStep("0", 5, (7,), pages),
         SequenceStep("0", 5, (7,), pages, sample=SAMPLE, media=(media,)),
         SequenceStep("0", 5, (7,), pages, sample=SAMPLE, heal_stop=8),
-        SequenceStep("0", 5, (7,), pages, sample=SAMPLE, draft=DraftInput(drafts=(3,))),
         SequenceStep("0", 5, (7,), pages, sample=SAMPLE, draft=DraftInput(ahead=(3,))),
         decode_step("0", 16 * PAGE, PageTable(pages.full_pages * 20, pages.window_pages, 0)),
     ]
@@ -152,13 +153,18 @@ def test_what_cannot_be_recorded_is_said_once(checkpoint: Checkpoint, caplog: py
 def test_obstacles(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = PagedCache(list(checkpoint.model.config.layers), page_size=PAGE, num_pages=2)
     sdpa = SdpaBackend(cache, page_size=PAGE)
-    assert graph_obstacle(checkpoint.model, sdpa, max_running=16) is None
+    assert graph_obstacle(checkpoint.model, sdpa, max_rows=16) is None
     reference = ReferenceBackend(cache, page_size=PAGE)
-    assert '"reference" has no decode of fixed shapes' in str(
-        graph_obstacle(checkpoint.model, reference, max_running=1)
-    )
+    assert '"reference" has no decode of fixed shapes' in str(graph_obstacle(checkpoint.model, reference, max_rows=1))
     monkeypatch.setattr(cuda_experts, "_MAX_GATHERED_BYTES", 10)
-    assert "32 token-expert pairs would copy" in str(graph_obstacle(checkpoint.model, sdpa, max_running=16))
+    assert "32 token-expert pairs would copy" in str(graph_obstacle(checkpoint.model, sdpa, max_rows=16))
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A model whose draft heads are often right."""
+    folder = tmp_path_factory.mktemp("drafting")
+    return Checkpoint(folder, write_checkpoint(folder, guessing_model()))
 
 
 @pytest.fixture
@@ -168,29 +174,34 @@ def _graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_graphs_on_cpu")
-def test_an_engine_answers_alike(make_bench: MakeBench, checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize("draft_tokens", [0, 2])
+def test_an_engine_answers_alike(make_bench: MakeBench, drafting: Checkpoint, draft_tokens: int) -> None:
     """Requests that come and end at different times, sampled ones among them; then the same without graphs."""
     prompts = [[(5 * i * i + 31 * j) % 120 for i in range(3 + 14 * j)] for j in range(4)]
 
-    def run(bench: Bench) -> dict[str, list[int]]:
+    def run(*, cuda_graphs: bool) -> tuple[dict[str, list[int]], int]:
+        bench = make_bench(
+            checkpoint=drafting,
+            attention="sdpa",
+            cuda_graphs=cuda_graphs,
+            draft_tokens=draft_tokens,
+            draft_max_batch_tokens=1000,
+        )
         for j, prompt in enumerate(prompts):
             sampling: dict[str, object] = {"temperature": 0.8, "seed": j} if j % 2 else {}
             bench.submit(make_request(str(j), prompt, max_tokens=6 + 5 * j, ignore_eos=True, **sampling))
             bench.step()
         bench.run()
         bench.assert_nothing_leased()
-        return bench.answers
+        assert (bench.engine.scheduler.counters.accepted_tokens_1 > 0) == (draft_tokens > 0)
+        recorded = bench.engine.loop._runner._graphs
+        return bench.answers, 0 if recorded is None else recorded.num_recorded
 
-    with_graphs = make_bench(attention="sdpa")
-    runner = with_graphs.engine.loop._runner
-    assert runner._graphs is not None
-    answers = run(with_graphs)
-    assert runner._graphs.num_recorded > 1
-    without = make_bench(attention="sdpa", cuda_graphs=False)
-    assert without.engine.loop._runner._graphs is None
-    assert answers == run(without)
+    answers, num_recorded = run(cuda_graphs=True)
+    assert num_recorded > 1
+    assert run(cuda_graphs=False) == (answers, 0)
     for j in (0, 2):
-        truth = plain_generate(checkpoint.model, prompts[j], SamplingParams(max_tokens=6 + 5 * j, ignore_eos=True))
+        truth = plain_generate(drafting.model, prompts[j], SamplingParams(max_tokens=6 + 5 * j, ignore_eos=True))
         assert answers[str(j)] == truth
 
 
