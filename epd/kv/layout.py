@@ -15,6 +15,9 @@ from epd.kv.errors import PoolTooSmall
 
 __all__ = ["KvLayout", "LayerGeometry", "PoolPlan", "plan_pools"]
 
+_WINDOWS_AT_ENDS = 2
+_STRIDES_PER_WINDOW = 4
+
 
 class LayerGeometry(Protocol):
     """What the pools need to know of a layer; `epd.kernels.base.AttentionSpec` has it."""
@@ -122,8 +125,10 @@ def plan_pools(
 
     The floor is what `max_running` sequences need to make progress: a window, its tail and a partial page each, the
     step's chunk, and full pages for one sequence of the expected length plus one for each that runs. The rest is split
-    in the proportion a cached sequence of the expected length uses: all its full pages, a window at its end and one
-    every `retention_stride_tokens` (0: at its end only).
+    in the proportion a cached sequence of the expected length is worth: all its full pages, windows at the ends of its
+    prompt and of its answer, and one for every fourth that `retention_stride_tokens` (0: none) makes. More of those
+    are used where there is room, but they are looked up seldom, and a window that is missed can be healed: on replayed
+    agents' workloads full pages were worth more (docs/kv.md).
     Raises PoolTooSmall, naming both numbers, when the budget is below the floor.
     """
     page_size = layout.page_size
@@ -140,7 +145,8 @@ def plan_pools(
             f"page for each of {max_running} running) and {min_window:,} window pages of "
             f"{layout.window_page_bytes:,} bytes (a window for each, and a step of {chunk_tokens:,} tokens)"
         )
-    kept_windows = 1 + (expected_sequence_tokens // retention_stride_tokens if retention_stride_tokens else 0)
+    stride_tokens = _STRIDES_PER_WINDOW * retention_stride_tokens
+    kept_windows = _WINDOWS_AT_ENDS + (expected_sequence_tokens // stride_tokens if stride_tokens else 0)
     kept_pages = min(sequence_pages, kept_windows * window_pages + tail_pages) if window_pages else 0
     per_sequence_bytes = sequence_pages * layout.full_page_bytes + kept_pages * layout.window_page_bytes
     spare_bytes = budget_bytes - floor_bytes
