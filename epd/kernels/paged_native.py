@@ -1,21 +1,11 @@
 """The compiled kernel for sequences with few new tokens: `paged_decode.cpp`, built once per machine, called by ctypes.
 
-It is compiled for the processor it runs on, so it is kept under a name that holds the source, the compiler and the
-processor's features. Its threads are torch's own: the library names no OpenMP runtime and finds the one that torch
-has loaded.
-
 Shape letters: F rows of queries; N query heads; K KV heads; H query/key width; V value width; P tokens per page.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -26,13 +16,12 @@ import torch
 from torch import Tensor
 
 from epd.kernels.base import AttentionSpec, KvStorage
+from epd.kernels.native import load_library
 
 DTYPES = (torch.float32, torch.bfloat16)
 _SOURCE = Path(__file__).with_name("paged_decode.cpp")
 # Tokens per unit of work, as in the source.
 _SPLIT_TOKENS = 256
-_FLAGS = ("-O3", "-std=c++17", "-march=native", "-fopenmp", "-fPIC")
-_COMPILE_TIMEOUT_S = 300.0
 
 
 class _Shape(ctypes.Structure):
@@ -73,9 +62,8 @@ class DecodeRuns:
 class PagedDecode:
     """The loaded kernel. May be called from any thread."""
 
-    def __init__(self, library: Path) -> None:
-        """Raises OSError when the library does not load."""
-        self._function = ctypes.CDLL(str(library)).mimo_paged_decode
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._function = library.mimo_paged_decode
         self._function.argtypes = [ctypes.c_int, ctypes.POINTER(_Shape), *[ctypes.c_void_p] * 7, ctypes.c_float]
         self._function.restype = None
 
@@ -145,51 +133,5 @@ def load_native() -> PagedDecode:
 @cache
 def _load() -> PagedDecode | str:
     """The kernel or the reason why there is none; tried once per process."""
-    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
-    if compiler is None:
-        return "there is no C++ compiler (c++, g++ or what CXX names)"
-    try:
-        return PagedDecode(_built(compiler))
-    except (OSError, subprocess.SubprocessError) as error:
-        stderr = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
-        return f"the kernel could not be built with {compiler}: {error} {stderr}".strip()
-
-
-def _built(compiler: str) -> Path:
-    """The compiled library, from this user's cache or, where there is no place for one, from a directory of its own."""
-    version = _output(compiler, "--version")
-    identity = "\0".join((_SOURCE.read_text(), version, _processor(), *_FLAGS))
-    name = f"paged_decode-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
-    cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mimo-epd"
-    try:
-        cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache_dir) as scratch:
-            library = cache_dir / name
-            if not library.exists():
-                # Renamed into place when whole: others may be starting at the same time.
-                _compile(compiler, Path(scratch)).rename(library)
-            return library
-    except (PermissionError, FileNotFoundError, NotADirectoryError):
-        return _compile(compiler, Path(tempfile.mkdtemp(prefix="mimo-epd-")))
-
-
-def _compile(compiler: str, directory: Path) -> Path:
-    compiled, library = directory / "paged_decode.o", directory / "paged_decode.so"
-    _output(compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(compiled))
-    # Without -fopenmp, which would bring a second OpenMP runtime beside torch's.
-    _output(compiler, "-shared", str(compiled), "-o", str(library))
-    return library
-
-
-def _output(*command: str) -> str:
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S)
-    return done.stdout
-
-
-def _processor() -> str:
-    """What -march=native depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+    library = load_library(_SOURCE)
+    return library if isinstance(library, str) else PagedDecode(library)

@@ -3,15 +3,20 @@
 Shape letters: T tokens, D hidden width, I inner width, E experts, A experts per token.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from epd.kernels.cuda_experts import static_experts, static_obstacle
+from epd.kernels.experts import sorted_experts, swiglu
+from epd.kernels.few_rows import can_take, load_few_rows
 from epd.model.config import MoeConfig
 from epd.model.packed import linear
+
+# Rows that each expert is given on average, up to which the kernel for few rows is the faster one.
+_FEW_ROWS_PER_EXPERT = 4
 
 
 class RouterStats:
@@ -48,7 +53,7 @@ class DenseMlp(nn.Module):
         )
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
-        return _swiglu(hidden_TD, self.gate_up, self.down)
+        return swiglu(hidden_TD, self.gate_up, self.down, linear)
 
 
 class Moe(nn.Module):
@@ -80,17 +85,17 @@ class Moe(nn.Module):
         expert_of_row = choice_TA.flatten()
         if self._is_static(hidden_TD, expert_of_row.shape[0]):
             return self._static(hidden_TD, choice_TA, weight_TA)
-        counts_E = torch.bincount(expert_of_row, minlength=self._config.num_experts)
-        if hidden_TD.shape[0] == 1 and not torch.is_grad_enabled():
-            return self._one_token(hidden_TD, choice_TA[0].tolist(), weight_TA[0]), counts_E
-        order = expert_of_row.argsort(stable=True)
-        token_of_row = order // self._config.num_experts_per_token
-        rows = torch.split(hidden_TD.index_select(0, token_of_row), counts_E.tolist())
-        experts = zip(rows, _matrices(self.gate_up), _matrices(self.down), strict=True)
-        out_rows = torch.cat([_swiglu(x, gate_up, down) for x, gate_up, down in experts if x.shape[0]])
-        weighted = out_rows.float() * weight_TA.flatten().index_select(0, order)[:, None]
-        out_TD = torch.zeros(hidden_TD.shape, dtype=torch.float32, device=hidden_TD.device)
-        return out_TD.index_add(0, token_of_row, weighted).to(hidden_TD.dtype), counts_E
+        counts_E = torch.bincount(expert_of_row, minlength=self.num_experts)
+        return self._mixed(hidden_TD, choice_TA, weight_TA), counts_E
+
+    def _mixed(self, hidden_TD: Tensor, choice_TA: Tensor, weight_TA: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts, [T, D]."""
+        gate_up, down = self.gate_up, self.down
+        if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+            is_few = choice_TA.numel() <= _FEW_ROWS_PER_EXPERT * self.num_experts
+            if is_few and can_take(hidden_TD, gate_up, down) and (kernel := load_few_rows()) is not None:
+                return kernel.experts(hidden_TD, choice_TA, weight_TA, gate_up, down)
+        return sorted_experts(hidden_TD, choice_TA, weight_TA, _matrices(gate_up), _matrices(down), linear)
 
     def _is_static(self, hidden_TD: Tensor, num_rows: int) -> bool:
         """Whether shapes must not depend on the routing: on CUDA, where to ask for counts is to wait."""
@@ -107,11 +112,6 @@ class Moe(nn.Module):
         counts_E = torch.zeros(self.num_experts, dtype=torch.int64, device=hidden_TD.device)
         counts_E = counts_E.scatter_add(0, expert_of_row, torch.ones_like(expert_of_row))
         return static_experts(hidden_TD, choice_TA, weight_TA, self.gate_up, self.down), counts_E
-
-    def _one_token(self, hidden_1D: Tensor, choice_A: list[int], weight_A: Tensor) -> Tensor:
-        """A decode step of one sequence: nothing to sort."""
-        out_AD = torch.cat([_swiglu(hidden_1D, self.gate_up[expert], self.down[expert]) for expert in choice_A])
-        return (out_AD.float() * weight_A[:, None]).sum(dim=0, keepdim=True).to(hidden_1D.dtype)
 
     def route(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return each token's experts, int64 [T, A], and their weights, fp32 [T, A].
@@ -148,11 +148,6 @@ class Moe(nn.Module):
         return choice_TGE.masked_fill(~is_kept_TG[..., None], float("-inf")).flatten(1)
 
 
-def _matrices(experts: Tensor | nn.ModuleList) -> Iterable[Tensor | nn.Module]:
+def _matrices(experts: Tensor | nn.ModuleList) -> Sequence[Tensor | nn.Module]:
     # unbind, not indexing: the backward of one index fills a zero tensor as large as all experts.
-    return experts.unbind(0) if isinstance(experts, Tensor) else experts
-
-
-def _swiglu(x_TD: Tensor, gate_up: Tensor | nn.Module, down: Tensor | nn.Module) -> Tensor:
-    gate, up = linear(x_TD, gate_up).chunk(2, dim=-1)
-    return linear(F.silu(gate) * up, down)
+    return experts.unbind(0) if isinstance(experts, Tensor) else list(experts)

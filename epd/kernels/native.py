@@ -1,0 +1,72 @@
+"""Compiles the C++ sources beside this module, once per machine.
+
+They are compiled for the processor they run on, so a library is kept under a name that holds the source, the compiler
+and the processor's features. Their threads are torch's own: a library names no OpenMP runtime and finds the one that
+torch has loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+_FLAGS = ("-O3", "-std=c++17", "-march=native", "-fopenmp", "-fPIC")
+_COMPILE_TIMEOUT_S = 300.0
+
+
+def load_library(source: Path) -> ctypes.CDLL | str:
+    """The library of a source file, or the reason why there is none. Compiling takes seconds where nobody has."""
+    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
+    if compiler is None:
+        return "there is no C++ compiler (c++, g++ or what CXX names)"
+    try:
+        return ctypes.CDLL(str(_built(compiler, source)))
+    except (OSError, subprocess.SubprocessError) as error:
+        stderr = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
+        return f"the kernel could not be built with {compiler}: {error} {stderr}".strip()
+
+
+def _built(compiler: str, source: Path) -> Path:
+    """The compiled library, from this user's cache or, where there is no place for one, from a directory of its own."""
+    version = _output(compiler, "--version")
+    identity = "\0".join((source.read_text(), version, _processor(), *_FLAGS))
+    name = f"{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
+    cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mimo-epd"
+    try:
+        cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache_dir) as scratch:
+            library = cache_dir / name
+            if not library.exists():
+                # Renamed into place when whole: others may be starting at the same time.
+                _compile(compiler, source, Path(scratch)).rename(library)
+            return library
+    except (PermissionError, FileNotFoundError, NotADirectoryError):
+        return _compile(compiler, source, Path(tempfile.mkdtemp(prefix="mimo-epd-")))
+
+
+def _compile(compiler: str, source: Path, directory: Path) -> Path:
+    compiled, library = directory / "kernel.o", directory / "kernel.so"
+    _output(compiler, *_FLAGS, "-c", str(source), "-o", str(compiled))
+    # Without -fopenmp, which would bring a second OpenMP runtime beside torch's.
+    _output(compiler, "-shared", str(compiled), "-o", str(library))
+    return library
+
+
+def _output(*command: str) -> str:
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S)
+    return done.stdout
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
