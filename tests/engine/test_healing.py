@@ -4,7 +4,8 @@ import pytest
 
 from epd.engine.scheduler import Scheduler
 from epd.kv.pages import PageOwner
-from epd.types import Abort, FinishReason, SamplingParams
+from epd.model.embed import EmbeddingSpan
+from epd.types import Abort, FinishReason, GenerateRequest, MediaSpan, SamplingParams
 from tests.engine.conftest import Bench, Checkpoint, MakeBench, make_request
 from tests.oracles.plain_generate import plain_generate
 
@@ -122,6 +123,60 @@ def test_a_wrong_number_in_a_healed_row_ends_the_request(checkpoint: Checkpoint,
     finish = bench.finishes["healed"]
     assert (finish.reason, finish.code) == (FinishReason.FAILED, "logits_not_finite")
     assert bench.engine.scheduler.counters.healed_tokens < NUM_HEALED
+    bench.assert_nothing_leased()
+
+
+NUM_ROWS = 9
+
+
+def with_medium(bench: Bench, request_id: str) -> GenerateRequest:
+    """The prompt with a medium near its start, far in front of what healing runs."""
+    ref = bench.rows.put("medium", NUM_ROWS, 64, seed=3)
+    span = MediaSpan(start=10, stop=10 + NUM_ROWS, key=ref.key, row_start=0, media=0)
+    return make_request(request_id, PROMPT, ignore_eos=True, spans=(span,), embeddings=(ref,))
+
+
+def truth_with_medium(checkpoint: Checkpoint, bench: Bench) -> list[int]:
+    spans = [EmbeddingSpan(10, 10 + NUM_ROWS, bench.rows.rows["medium"])]
+    return plain_generate(checkpoint.model, PROMPT, SamplingParams(max_tokens=8, ignore_eos=True), spans)
+
+
+def test_healing_waits_for_no_rows_that_it_does_not_run(checkpoint: Checkpoint, make_bench: MakeBench) -> None:
+    bench = make_bench()
+    bench.submit(with_medium(bench, "first"))
+    bench.run()
+    bench.engine.cache._ledger.evict_window(10_000)
+    assert bench.rows.fetched == ["medium"]
+    bench.submit(with_medium(bench, "healed"))
+    bench.run()
+    assert bench.finishes["healed"].usage.healed_tokens == NUM_HEALED
+    assert bench.answers["healed"] == truth_with_medium(checkpoint, bench)
+    assert bench.rows.fetched == ["medium"]
+    bench.assert_nothing_leased()
+
+
+def test_without_room_to_heal_it_waits_for_the_rows_of_all_it_computes(
+    checkpoint: Checkpoint, make_bench: MakeBench
+) -> None:
+    bench = make_bench()
+    bench.submit(with_medium(bench, "first"))
+    bench.run()
+    bench.engine.cache._ledger.evict_window(10_000)
+    bench.rows.is_slow = True
+    pool = bench.engine.cache._pool.window
+    pages = pool.allocate(pool.num_free - 5)
+    bench.submit(with_medium(bench, "r"))
+    bench.engine.loop.step()
+    counters = bench.engine.scheduler.counters
+    assert (counters.refused_heals, bench.engine.scheduler.num_waiting) == (1, 1)
+    assert bench.rows.fetched == ["medium", "medium"]
+    pool.free(pages, PageOwner.SEQUENCE)
+    bench.step()
+    assert bench.engine.scheduler.num_waiting == 1
+    bench.rows.arrive()
+    bench.run()
+    assert bench.answers["r"] == truth_with_medium(checkpoint, bench)
+    assert bench.finishes["r"].usage.healed_tokens == 0
     bench.assert_nothing_leased()
 
 
