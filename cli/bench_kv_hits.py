@@ -17,6 +17,7 @@ __all__ = ["hit_cases"]
 
 _PRO, _V25 = "mimo-v2.5-pro", "mimo-v2.5"
 _SWEPT = ("ours", "no healing", "plain LRU, no healing", "no dense, no healing", "single pool")
+_TOLD_OF_V25 = ("ours", "no healing", "plain LRU, no healing", "single pool", "infinite")
 _MIB = 1 << 20
 # What stands against ours, by the end of the case's name.
 _RIVALS = {
@@ -32,11 +33,11 @@ def hit_cases(directory: Path) -> tuple[Case, ...]:
     cases = []
     for workload in WORKLOADS:
         case = partial(_case, directory, workload)
-        cases.append(case("hit_rate", "ours", "infinite", tells_all=True))
+        cases.append(case("hit_rate", "ours", "infinite", tells=tuple(CONTENDERS)))
         cases.append(case("hit_rate_no_heal", "no healing", "infinite"))
         cases += [case(f"hit_rate_{end}", "ours", rival, limit="infinite") for end, rival in _RIVALS.items()]
         if workload == "agent":
-            cases.append(case("hit_rate_v25", "ours", "infinite", tells_all=True, model=_V25))
+            cases.append(case("hit_rate_v25", "ours", "infinite", tells=_TOLD_OF_V25, model=_V25))
         cases.append(_capacity_case(directory, workload))
         cases.append(_sweep_case(directory, workload))
     return tuple(cases)
@@ -57,7 +58,7 @@ def _case(
     rival: str,
     *,
     limit: str = "",
-    tells_all: bool = False,
+    tells: tuple[str, ...] = (),
     model: str = _PRO,
 ) -> Case:
     words = {who: contender.words for who, contender in CONTENDERS.items()}
@@ -66,14 +67,14 @@ def _case(
     def opened(setting: Setting, bars: Bars) -> Iterator[Contest]:
         arena = _arena(directory, workload, model, quick=setting.quick)
         share = arena.file.budget.headline
-        wanted = list(CONTENDERS) if tells_all else [who for who in (ours, rival, limit) if who]
+        wanted = tells or [who for who in (ours, rival, limit) if who]
         tallies = {who: _played(arena, who, share, bars) for who in wanted}
         yield Contest(
             detail=_detail(arena, share),
             ours=lambda: tallies[ours].hit_rate,
             baseline=tallies[rival].hit_rate,
             limit=tallies[limit].hit_rate if limit else None,
-            findings=lambda: _findings(arena, tallies) if tells_all else Findings(),
+            findings=lambda: _findings(arena, tallies) if tells else Findings(),
         )
 
     return Case(
@@ -235,8 +236,8 @@ def statistics_of(arena: Arena) -> dict[str, Any]:
 
 
 def _sweep_findings(arena: Arena, curves: dict[str, list[tuple[float, Tally]]], ceiling: Tally) -> Findings:
-    rates = {who: [(share, tally.hit_rate) for share, tally in curve] for who, curve in curves.items()}
-    rates["infinite"] = [(share, ceiling.hit_rate) for share, _ in curves["ours"]]
+    rates = {who: [(100 * share, tally.hit_rate) for share, tally in curve] for who, curve in curves.items()}
+    rates["infinite"] = [(percent, ceiling.hit_rate) for percent, _ in rates["ours"]]
     lines = [f"{who}: {', '.join(f'{rate:.1%}' for _, rate in curve)}" for who, curve in rates.items()]
     return Findings(
         lines=tuple(lines),
@@ -248,7 +249,7 @@ def _sweep_findings(arena: Arena, curves: dict[str, list[tuple[float, Tally]]], 
         panels=(
             Panel(
                 title=f"{arena.trace.name}, {arena.geometry.model}",
-                x_label="bytes, as a share of the working set in a single pool",
+                x_label="bytes, % of the working set in a single pool",
                 y_label="prompt tokens not computed",
                 curves=rates,
             ),

@@ -126,9 +126,8 @@ def plan_pools(
     The floor is what `max_running` sequences need to make progress: a window, its tail and a partial page each, the
     step's chunk, and full pages for one sequence of the expected length plus one for each that runs. The rest is split
     in the proportion a cached sequence of the expected length is worth: all its full pages, windows at the ends of its
-    prompt and of its answer, and one for every fourth that `retention_stride_tokens` (0: none) makes. More of those
-    are used where there is room, but they are looked up seldom, and a window that is missed can be healed: on replayed
-    agents' workloads full pages were worth more (docs/kv.md).
+    prompt and of its answer, and one for every fourth that `retention_stride_tokens` (0: none) makes. Those between
+    are offers that go first when memory is short, and what is lost with them can be healed (docs/kv.md has figures).
     Raises PoolTooSmall, naming both numbers, when the budget is below the floor.
     """
     page_size = layout.page_size

@@ -109,6 +109,21 @@ def test_longer_sequences_shift_the_budget_to_full_pages() -> None:
     assert share(1024) < share(8192) < share(131_072)
 
 
+def test_what_the_floor_leaves_is_split_as_a_sequence_is_worth() -> None:
+    """32K tokens with a stride of 4K: 2,048 full pages against windows at two ends and two more, and a page of tail."""
+    model = layout(10, 60, 8)
+
+    def pages(budget_gib: int) -> tuple[int, int]:
+        plan = plan_pools(
+            model, budget_gib << 30, expected_sequence_tokens=32_768, max_running=8, chunk_tokens=2048,
+            retention_stride_tokens=4096,
+        )  # fmt: skip
+        return plan.num_full_pages, plan.num_window_pages
+
+    (less_full, less_window), (more_full, more_window) = pages(100), pages(200)
+    assert (more_window - less_window) / (more_full - less_full) == pytest.approx((4 * 8 + 1) / 2048, rel=1e-3)
+
+
 def test_too_small_a_budget_is_refused_by_name() -> None:
     numbers = r"1,048,576 bytes is below the [\d,]+ that are the least: 528 full pages .* and 304 window pages"
     with pytest.raises(PoolTooSmall, match=numbers):
