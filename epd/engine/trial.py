@@ -33,8 +33,13 @@ class EngineTrial:
     def __init__(self, config: EngineConfig) -> None:
         """Loads the model and takes the KV memory. Raises what `epd.REFUSALS` lists."""
         self._model = load_text_model(
-            config.model_dir, dtype=getattr(torch, config.dtype), window_left=config.window_left, with_mtp=False
+            config.model_dir,
+            dtype=getattr(torch, config.dtype),
+            device=config.device,
+            window_left=config.window_left,
+            with_mtp=False,
         ).eval()
+        self._device = config.device
         self._desk = _Desk()
         # Between two requests as much time may pass as the caller likes.
         self._engine = build_engine(replace(config, peer_timeout_s=_FAR_OFF_S), self._desk, model=self._model)
@@ -47,8 +52,9 @@ class EngineTrial:
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Return fp32 [tokens, vocabulary] of one prompt by the model alone, nothing cached."""
-        ids_T = torch.tensor(token_ids)
-        hidden_TD = self._model(self._model.embed(ids_T), torch.arange(len(ids_T)), DenseAttention([len(ids_T)]))
+        ids_T = torch.tensor(token_ids, device=self._device)
+        positions_T = torch.arange(len(ids_T), device=self._device)
+        hidden_TD = self._model(self._model.embed(ids_T), positions_T, DenseAttention([len(ids_T)]))
         return self._model.logits(hidden_TD)
 
     def submit(self, token_ids: Sequence[int], *, max_tokens: int) -> str:
