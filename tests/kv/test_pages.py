@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
@@ -101,3 +103,18 @@ def test_any_schedule_conserves_pages(data: st.DataObject) -> None:
         for who, pages in held.items():
             assert all(pool.owner(page) is who for page in pages)
             assert pool.count(who) == len(pages)
+
+
+def test_page_operations_cost_the_same_in_a_large_pool() -> None:
+    """4,000 rounds over a million pages: anything that looked at the whole pool would take minutes."""
+    pool = DualPool(num_full_pages=1_000_000, num_window_pages=1_000_000)
+    started_s = time.process_time()
+    for _ in range(4000):
+        grant = pool.allocate(2, 1)
+        pool.full.hand_over(grant.full_pages, PageOwner.SEQUENCE, PageOwner.TREE)
+        assert pool.full.count(PageOwner.TREE) == 2
+        pool.full.free(grant.full_pages, PageOwner.TREE)
+        pool.window.free(grant.window_pages, PageOwner.SEQUENCE)
+        assert pool.fits(1_000_000, 1_000_000)
+    assert time.process_time() - started_s < 5
+    pool.check()

@@ -100,8 +100,8 @@ def setting_of(schedule: bytes, *, roomy: bool = False) -> Setting:
     return Setting(
         page_size=page_size,
         window_tokens=max(0, window % 4 * page_size + window // 4 % 3 - 1),
-        num_full_pages=300 if roomy else 6 + full % 35,
-        num_window_pages=300 if roomy else 6 + narrow % 25,
+        num_full_pages=300 if roomy else 5 + full % 28,
+        num_window_pages=300 if roomy else 5 + narrow % 20,
         retention=RetentionPolicy(
             dense_retention_tokens=(0, 0, 5, 1000)[keep % 4],
             retention_stride_tokens=(0, 4, 9)[keep // 4 % 3],

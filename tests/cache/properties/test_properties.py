@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
 from tests.cache.properties.invariants import INVARIANTS
@@ -38,7 +38,13 @@ LEAST_CASES = {
 def over_schedules(num_steps: int, body: Callable[[bytes], None]) -> None:
     """Run `body` for NUM_SCHEDULES schedules of `num_steps`, the same ones each time; a failure is shrunk and told."""
 
-    @settings(max_examples=NUM_SCHEDULES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=NUM_SCHEDULES,
+        deadline=None,
+        derandomize=True,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
     @given(st.binary(min_size=size_of(num_steps), max_size=size_of(num_steps)))
     def holds(schedule: bytes) -> None:
         note(f"{setting_of(schedule)}")

@@ -373,7 +373,10 @@ class World:
         """Re-run the windows of every layer before the end of what the full pages hold; keep those that are exact."""
         run = self.begin(self.texts[step.a % len(self.texts)], full_only=True)
         stop = run.pages.num_cached_tokens
-        start = max(0, stop - HEAL_LAYERS * self.window_tokens) // self.page_size
+        # The last window layer must be given exact rows from the first page of its window on, not from N - W on: that
+        # page is published whole, and next to an older window all of its tokens are read.
+        exact_from = self.cache.window_frontier(stop) * self.page_size
+        start = max(0, exact_from - (HEAL_LAYERS - 1) * self.window_tokens) // self.page_size
         self._write_windows(run, stop, start)
 
     def _write_windows(self, run: Run, num_tokens: int, start: int) -> None:
@@ -473,7 +476,8 @@ class World:
         source = self.texts[step.a % len(self.texts)]
         kept = source.atoms[: len(source) if step.b >= 160 else step.b % (len(source) + 1)]
         count, kind = step.c // 4 % (5 * self.page_size), step.c % 4
-        more = (kind % 2,) * count if kind < 3 else tuple(range(_MEDIA_ROW * (1 + step.b % 2), 1000)[:count])
+        row = _MEDIA_ROW * (1 + step.b % 2) + step.b // 2 % 3
+        more = (kind % 2,) * count if kind < 3 else tuple(range(row, row + count))
         namespace = 1 - source.namespace if step.a >= 244 else source.namespace
         text = Text(namespace, (kept + more)[:_LONGEST] or (1,))
         self.remember(text)
