@@ -43,9 +43,9 @@ def first_rows(reaches: Sequence[int | None], stop: int, *, page_size: int) -> t
 
 
 def ring_pages(num_heal_pages: int, *, window_pages: int, chunk_pages: int) -> int:
-    """Window pages that healing `num_heal_pages` pages takes with chunks of up to `chunk_pages`: one more than window
-    and chunk, for a chunk that begins inside a page."""
-    return min(num_heal_pages, window_pages + chunk_pages + 1)
+    """Window pages that healing `num_heal_pages` pages takes with chunks of up to `chunk_pages`. A chunk that begins
+    inside a page ends a page earlier."""
+    return min(num_heal_pages, window_pages + chunk_pages)
 
 
 @dataclass(frozen=True, slots=True)

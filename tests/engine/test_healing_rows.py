@@ -72,7 +72,7 @@ def test_a_ring_holds_what_each_chunk_reads_and_at_last_the_window(
 ) -> None:
     window_pages = -(-window_tokens // page_size)
     num_places = ring_pages(num_pages, window_pages=window_pages, chunk_pages=chunk_pages)
-    assert num_places <= window_pages + chunk_pages + 1
+    assert num_places <= window_pages + chunk_pages
     stop_page = first_page + num_pages
     ring = HealRing(first_page, stop_page, num_places, window_tokens, page_size)
     held: dict[int, tuple[int, int]] = {}  # place -> row page, and how many of its tokens are written
@@ -80,6 +80,9 @@ def test_a_ring_holds_what_each_chunk_reads_and_at_last_the_window(
     while start < stop_page * page_size:
         stop = min(start + budgets[turn % len(budgets)], ring.limit(start))
         assert stop > start
+        if start % page_size == 0:
+            # A whole chunk fits, if it begins with a page.
+            assert ring.limit(start) >= min(start + chunk_pages * page_size, stop_page * page_size)
         turn += 1
         places = ring.places(start, stop)
         pages = range(ring.window_start(start), -(-stop // page_size))
