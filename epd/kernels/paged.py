@@ -6,12 +6,16 @@ arithmetic costs so much that gathering the earlier tokens' pages once per layer
 
 What depends on the step alone is found once per forward and reach, in time and memory proportional to the pages.
 
-Shape letters: T new tokens of the forward; F those of sequences with few; C of one chunk; S keys and values of earlier
-tokens; N query heads; K KV heads; H query/key width; V value width; P tokens per page.
+A sequence's result depends on its batch mates in no bit in "cpu", and but for rounding in "cpu-torch".
+
+Shape letters: T new tokens of the forward; F those of sequences with few; C of one chunk; R its keys; L sequences with
+one new token that are answered together, and S their keys; N query heads; K KV heads; H query/key width; V value width;
+P tokens per page.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,9 +24,12 @@ import torch
 from torch import Tensor
 
 from epd.kernels.base import AttentionSpec, KvStorage, PagedSequence, first_key
-from epd.kernels.paged_chunks import attend_full, attend_single, attend_window, window_mask
+from epd.kernels.paged_chunks import attend_full, attend_single, attend_singles, attend_window, window_mask
 from epd.kernels.paged_native import DecodeRun, DecodeRuns, PagedDecode, load_native
 
+# Without the kernel, single queries with so many keys at most are answered together: one by one, calls of torch would
+# cost more than the arithmetic, and with more keys the padding would.
+_MAX_GROUPED_KEYS = 1024
 # Sequences with so many new tokens at most are decoded: one token, or one and its drafts.
 _MAX_FEW_TOKENS = 8
 
@@ -75,6 +82,22 @@ class _ChunkRead:
     mask: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class _GroupRead:
+    """Single queries that are answered together: their rows in T; the slots [L, S] of the keys, the newest repeated as
+    padding; and which of the keys are not seen."""
+
+    rows: Tensor
+    slots: Tensor
+    hidden: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    groups: Sequence[_GroupRead]
+    chunks: Sequence[tuple[_Chunk, _ChunkRead]]
+
+
 class PagedCpuAttention:
     """One forward: see `AttentionContext`. Not differentiable. Slots that hold nothing yet are never read."""
 
@@ -101,7 +124,7 @@ class PagedCpuAttention:
             self._few_rows = torch.from_numpy(np.concatenate(few_rows))
         self._writes: dict[bool, tuple[Tensor | None, Tensor]] = {}
         self._runs: dict[int | None, DecodeRuns] = {}
-        self._reads: dict[int | None, list[_ChunkRead]] = {}
+        self._reads: dict[int | None, _Reads] = {}
 
     @torch.no_grad()
     def attend(self, spec: AttentionSpec, q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor, sink_N: Tensor | None) -> Tensor:
@@ -119,7 +142,11 @@ class PagedCpuAttention:
         out_TNV = q_TNH.new_empty((*q_TNH.shape[:2], spec.v_dim))
         if few_FNV is not None:
             out_TNV[self._few_rows] = few_FNV
-        for chunk, read in zip(self._many, self._reads_of(spec.window_left, q_TNH.dtype), strict=True):
+        reads = self._reads_of(spec.window_left, q_TNH.dtype)
+        for group in reads.groups:
+            k_LSKH, v_LSKV = (pool.flatten(0, 1)[group.slots].to(q_TNH.dtype) for pool in pages)
+            out_TNV[group.rows] = attend_singles(spec, q_TNH[group.rows], k_LSKH, v_LSKV, group.hidden, sink_N)
+        for chunk, read in reads.chunks:
             rows_kv = (k_TKH[chunk.rows], v_TKV[chunk.rows])
             out_TNV[chunk.rows] = self._attend_chunk(spec, chunk, read, q_TNH[chunk.rows], pages, rows_kv, sink_N)
         return out_TNV
@@ -191,10 +218,33 @@ class PagedCpuAttention:
             self._runs[window_left] = DecodeRuns(runs, torch.cat(tables))
         return self._runs[window_left]
 
-    def _reads_of(self, window_left: int | None, dtype: torch.dtype) -> list[_ChunkRead]:
+    def _reads_of(self, window_left: int | None, dtype: torch.dtype) -> _Reads:
         if window_left not in self._reads:
-            self._reads[window_left] = [self._plan_read(each.sequence, window_left, dtype) for each in self._many]
+            alike: dict[int, list[tuple[_Chunk, _ChunkRead]]] = defaultdict(list)
+            chunks = []
+            for chunk in self._many:
+                read = self._plan_read(chunk.sequence, window_left, dtype)
+                if chunk.sequence.num_new == 1 and read.num_keys <= _MAX_GROUPED_KEYS:
+                    alike[read.num_keys.bit_length()].append((chunk, read))
+                else:
+                    chunks.append((chunk, read))
+            self._reads[window_left] = _Reads([self._plan_group(members) for members in alike.values()], chunks)
         return self._reads[window_left]
+
+    def _plan_group(self, members: Sequence[tuple[_Chunk, _ChunkRead]]) -> _GroupRead:
+        num_keys_L = np.array([read.num_keys for _, read in members])
+        key_S = np.arange(num_keys_L.max())
+        slots_LS = np.empty((len(members), len(key_S)), dtype=np.int64)
+        for slots_S, (_, read) in zip(slots_LS, members, strict=True):
+            # Padding reads the newest key again: what lies beyond may be anything, and zero times NaN would still be
+            # NaN.
+            place = read.skip + np.minimum(key_S, read.num_keys - 1)
+            slots_S[:] = read.pages.numpy()[place // self._page_size] * self._page_size + place % self._page_size
+        return _GroupRead(
+            rows=torch.tensor([chunk.rows.start for chunk, _ in members]),
+            slots=torch.from_numpy(slots_LS),
+            hidden=torch.from_numpy(key_S >= num_keys_L[:, None]),
+        )
 
     def _plan_read(self, sequence: PagedSequence, window_left: int | None, dtype: torch.dtype) -> _ChunkRead:
         pages, start_page = _pages_of(sequence, is_window=window_left is not None)

@@ -1,4 +1,4 @@
-"""Attention of a chunk of one sequence's new tokens, and of a single one, in plain torch.
+"""Attention of a chunk of one sequence's new tokens, and of single ones, in plain torch.
 
 Parts of the keys are attended over apart by torch's fused kernel, which keeps no scores, and joined by the logarithms
 of their sums of exponentials, which it returns. That is also how the sink takes part.
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from epd.kernels.base import AttentionSpec
 
-_QUERY_BLOCK = 64
+# The fused kernel works on as many rows at a time; longer blocks would meet more keys that they do not see.
+_QUERY_BLOCK = 32
 
 
 def attend_single(spec: AttentionSpec, q_NH: Tensor, k_SKH: Tensor, v_SKV: Tensor, sink_N: Tensor | None) -> Tensor:
@@ -27,6 +28,20 @@ def attend_single(spec: AttentionSpec, q_NH: Tensor, k_SKH: Tensor, v_SKV: Tenso
     prob_NS = score_NS.softmax(dim=1)[:, : k_SKH.shape[0]].to(v_SKV.dtype)
     prob_KGS = torch.unflatten(prob_NS, 0, (num_kv_heads, -1))
     return torch.cat([torch.mm(prob_KGS[head], v_SKV[:, head]) for head in range(num_kv_heads)])
+
+
+def attend_singles(
+    spec: AttentionSpec, q_LNH: Tensor, k_LSKH: Tensor, v_LSKV: Tensor, hidden_LS: Tensor, sink_N: Tensor | None
+) -> Tensor:
+    """Return [L, N, V]: one query per sequence, for L sequences with few keys; `hidden_LS` marks those unseen."""
+    q_LKGH = torch.unflatten(q_LNH * spec.scale, 1, (spec.num_kv_heads, -1))
+    score_LKGS = torch.matmul(q_LKGH, k_LSKH.permute(0, 2, 3, 1)).float()
+    score_LNS = score_LKGS.flatten(1, 2).masked_fill_(hidden_LS[:, None], float("-inf"))
+    if sink_N is not None:
+        score_LNS = torch.cat([score_LNS, sink_N.float()[:, None].expand(q_LNH.shape[0], -1, 1)], dim=2)
+    prob_LNS = score_LNS.softmax(dim=2)[..., : k_LSKH.shape[1]].to(v_LSKV.dtype)
+    prob_LKGS = torch.unflatten(prob_LNS, 1, (spec.num_kv_heads, -1))
+    return torch.matmul(prob_LKGS, v_LSKV.transpose(1, 2)).flatten(1, 2)
 
 
 def attend_full(spec: AttentionSpec, q_CNH: Tensor, k_RKH: Tensor, v_RKV: Tensor, sink_N: Tensor | None) -> Tensor:

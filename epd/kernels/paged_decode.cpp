@@ -1,14 +1,19 @@
-// Attention of a few query rows per sequence over paged keys and values: reads every visible key and value once, where
-// it lies, and keeps nothing but a running softmax. Plain C++ with the compiler's own vectors, no headers of torch.
+// Attention of a few queries per sequence over paged keys and values: reads every visible key and value once, where it
+// lies, and keeps a running softmax in fp32. Plain C++ with the compiler's own vectors, without torch's headers.
 //
-// Letters: N query heads; K KV heads; G query heads per KV head; H key width; V value width; P tokens per page.
+// Letters: N query heads; K KV heads; G query heads per KV head; H key width; V value width. A run is one sequence; its
+// rows are its new tokens times G, for each KV head. The work is cut into splits of kSplit tokens of a run, each
+// with a state (sums of values, maximum and total per row) of its own, which are joined at the end.
 
 #include <cstdint>
 #include <cstring>
+#include <limits>
+#include <type_traits>
 #include <vector>
 
 namespace {
 
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int kLanes = 16;
 constexpr int kPair = 2 * kLanes;
 constexpr int kBlock = 16;        // tokens whose scores are held at a time
@@ -55,12 +60,25 @@ inline void fetch(const T* at, int64_t count) {
   for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(at + i, 0, 2);
 }
 
-// Where load_pair puts element i of a width.
-template <typename T>
-inline int64_t place(int64_t i, int64_t width) {
-  if (sizeof(T) == 4 || i >= width / kPair * kPair) return i;
-  const int64_t j = i % kPair;
-  return i - j + j / 2 + j % 2 * kLanes;
+inline float largest(Vec x) {
+  const auto larger = [](Vec a, Vec b) { return a > b ? a : b; };
+  x = larger(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15));
+  x = larger(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7));
+  x = larger(x, __builtin_shufflevector(x, x, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3));
+  return x[0] > x[1] ? x[0] : x[1];
+}
+
+// Brings `width` numbers, times a factor, into the order in which load_pair gives elements of type T, or out of it.
+template <typename T, bool is_back>
+inline void reorder(const float* from, float* to, int64_t width, float factor) {
+  const int64_t paired = sizeof(T) == 4 ? 0 : width / kPair * kPair;
+  for (int64_t i = 0; i < paired; i += kPair)
+    for (int j = 0; j < kLanes; ++j)
+      for (int odd = 0; odd < 2; ++odd) {
+        const int64_t straight = i + 2 * j + odd, split = i + j + odd * kLanes;
+        to[is_back ? straight : split] = from[is_back ? split : straight] * factor;
+      }
+  for (int64_t i = paired; i < width; ++i) to[i] = from[i] * factor;
 }
 
 // e^x for x <= 0, within two units of the last place; NaN stays NaN.
@@ -85,12 +103,15 @@ inline Vec exp_nonpositive(Vec x) {
   return below ? zero : p * scale;
 }
 
+// As `_Shape` in paged_native.py.
 struct Shape {
   int64_t page_size, num_kv_heads, groups, qk_dim, v_dim;
   int64_t window_left;  // negative: all
   int64_t num_runs, num_splits;
 };
 
+// As `DecodeRuns.table`: the first token among the queries; new tokens and those before them; the place in `pages` of
+// the page of logical number start_page; and the run's first split.
 struct Run {
   int64_t row, num_new, num_context, first_page, start_page, split_base;
 };
@@ -121,6 +142,7 @@ inline void scores(const float* q, const T* const* key, int64_t H, float* out) {
     }
 }
 
+// Adds the values of `count` tokens, weighted, to R rows' sums.
 template <int R, typename T>
 inline void accumulate(const float* prob, const T* const* value, int count, int64_t V, float* acc,
                        const T* const* next_key, int next_count, int64_t H) {
@@ -148,13 +170,15 @@ inline void accumulate(const float* prob, const T* const* value, int count, int6
       for (int t = 0; t < count; ++t) acc[r * V + v] += prob[r * kBlock + t] * one(value[t][v]);
 }
 
-// R rows of one head against `count` tokens from t0 on; row r sees [first[r], last[r]]. State per row: acc[V], maximum, total.
+// R rows of one head against `count` tokens from t0 on, of which row r sees [first[r], last[r]]. Meanwhile the next
+// keys and values are fetched in small pieces: all at once they would be waited for.
 template <int R, typename T>
 inline void attend(const Shape& s, const float* q, const T* const* key, const T* const* value, int64_t t0, int count,
-            const int64_t* first, const int64_t* last, float* acc, float* maximum, float* total, const T* const* next_key, const T* const* next_value, int next_count) {
+                   const int64_t* first, const int64_t* last, float* acc, float* maximum, float* total,
+                   const T* const* next_key, const T* const* next_value, int next_count) {
   constexpr int C = R <= 2 ? 4 : R == 4 ? 2 : 1;
   alignas(64) float prob[R * kBlock];
-  const Vec hidden = Vec{} - __builtin_inff();
+  const Vec hidden = Vec{} - kInfinity;
   for (int r = 0; r < R; ++r) store(prob + r * kBlock, hidden);
   int t = 0;
   for (; t + C <= count; t += C) {
@@ -164,15 +188,15 @@ inline void attend(const Shape& s, const float* q, const T* const* key, const T*
   for (; t < count; ++t) scores<R, 1>(q, key + t, s.qk_dim, prob + t);
   for (int r = 0; r < R; ++r) {
     float* p = prob + r * kBlock;
-    float top = maximum[r];
-    for (int t = 0; t < kBlock; ++t) {
-      if (t0 + t < first[r] || t0 + t > last[r]) p[t] = -__builtin_inff();
-      top = p[t] > top ? p[t] : top;
-    }
-    if (top == -__builtin_inff()) top = 0;  // nothing seen yet, or nothing but NaN
-    const Vec e = exp_nonpositive(load(p) - top);
+    if (t0 < first[r] || t0 + count - 1 > last[r])
+      for (int i = 0; i < count; ++i)
+        if (t0 + i < first[r] || t0 + i > last[r]) p[i] = -kInfinity;
+    const float here = largest(load(p));
+    const float top = here > maximum[r] ? here : maximum[r];
+    // A row that has seen nothing yet stays at minus infinity, and all its weights are zero.
+    const Vec e = exp_nonpositive(load(p) - (top == -kInfinity ? 0.0f : top));
     store(p, e);
-    if (top != maximum[r]) {
+    if (top > maximum[r]) {
       const float factor = exp_nonpositive(Vec{} + (maximum[r] - top))[0];
       maximum[r] = top;
       total[r] *= factor;
@@ -183,29 +207,24 @@ inline void attend(const Shape& s, const float* q, const T* const* key, const T*
   accumulate<R>(prob, value, count, s.v_dim, acc, next_key, next_count, s.qk_dim);
 }
 
+// One split, into a state of K x rows x V sums, K x rows maxima and K x rows totals. q is [K, rows, H], reordered.
 template <typename T>
-void run_split(const Shape& s, const Run& run, int64_t begin_at, const float* q_all, const T* keys, const T* values,
-               const int64_t* pages, float scale, float* partial) {
-  const int64_t K = s.num_kv_heads, G = s.groups, H = s.qk_dim, V = s.v_dim, rows = run.num_new * G;
-  float *acc = partial, *maximum = acc + K * rows * V, *total = maximum + K * rows;
-  std::vector<float> q(K * rows * H);
+void run_split(const Shape& s, const Run& run, int64_t skip, const float* q, const T* keys, const T* values,
+               const int64_t* pages, float* state) {
+  const int64_t K = s.num_kv_heads, H = s.qk_dim, V = s.v_dim, rows = run.num_new * s.groups;
+  float *acc = state, *maximum = acc + K * rows * V, *total = maximum + K * rows;
+  for (int64_t i = 0; i < K * rows; ++i) maximum[i] = -kInfinity;
   std::vector<int64_t> first(rows), last(rows);
   const int64_t held = run.start_page * s.page_size;
   for (int64_t i = 0; i < rows; ++i) {
-    const int64_t position = run.num_context + i / G;
-    last[i] = position;
-    first[i] = s.window_left < 0 ? 0 : position - s.window_left;
+    last[i] = run.num_context + i / s.groups;
+    first[i] = s.window_left < 0 ? 0 : last[i] - s.window_left;
     if (first[i] < held) first[i] = held;
-    for (int64_t head = 0; head < K; ++head) {
-      const float* from = q_all + (((run.row + i / G) * K + head) * G + i % G) * H;
-      for (int64_t h = 0; h < H; ++h) q[(head * rows + i) * H + place<T>(h, H)] = from[h] * scale;
-      maximum[head * rows + i] = -__builtin_inff();
-    }
   }
-  const int64_t begin = first[0] + begin_at;
+  const int64_t begin = first[0] + skip;
   const int64_t end = begin + kSplit < last[rows - 1] + 1 ? begin + kSplit : last[rows - 1] + 1;
-  // Blocks are found one ahead, and fetched while the one before is computed: pages lie anywhere, so the processor
-  // would not guess them.
+  // Blocks are found one ahead, to be fetched while this one is computed: pages lie anywhere, so the processor would
+  // not guess them.
   const T *key[2][kBlock], *value[2][kBlock];
   const auto find = [&](int64_t t0, int into) {
     const int count = int(end - t0 < kBlock ? (end > t0 ? end - t0 : 0) : kBlock);
@@ -230,16 +249,17 @@ void run_split(const Shape& s, const Run& run, int64_t begin_at, const float* q_
         next_value[t] = is_last ? value[1 - now][t] : value[now][t] + V;
       }
       int64_t i = 0;
-#define ATTEND(R)                                                                                              \
-  for (; i + R <= rows; i += R, ahead = 0)                                                                         \
-    attend<R>(s, q.data() + (head * rows + i) * H, key[now], value[now], t0, count, first.data() + i,            \
-              last.data() + i, acc + (head * rows + i) * V, maximum + head * rows + i, total + head * rows + i,\
-   next_key, next_value, ahead);
-      ATTEND(8)
-      ATTEND(4)
-      ATTEND(2)
-      ATTEND(1)
-#undef ATTEND
+      const auto some_rows = [&](auto number) {
+        for (; i + number <= rows; i += number, ahead = 0) {
+          const int64_t row = head * rows + i;
+          attend<number>(s, q + row * H, key[now], value[now], t0, count, &first[i], &last[i], acc + row * V,
+                         maximum + row, total + row, next_key, next_value, ahead);
+        }
+      };
+      some_rows(std::integral_constant<int, 8>());
+      some_rows(std::integral_constant<int, 4>());
+      some_rows(std::integral_constant<int, 2>());
+      some_rows(std::integral_constant<int, 1>());
       for (int t = 0; t < count; ++t) key[now][t] += H, value[now][t] += V;
     }
     now = 1 - now;
@@ -247,49 +267,62 @@ void run_split(const Shape& s, const Run& run, int64_t begin_at, const float* q_
   }
 }
 
+// Joins the states of a run's splits, `size` apart, into rows of `out`.
 template <typename T>
-void run(const Shape& s, const float* q_all, float* out_all, const T* keys, const T* values, const int64_t* pages,
-         const Run* runs, const float* sinks, float scale) {
-  const int64_t num_runs = s.num_runs, num_splits = s.num_splits;
-  const int64_t K = s.num_kv_heads, G = s.groups, V = s.v_dim, N = K * G;
-  std::vector<int64_t> run_of(num_splits), offset(num_splits + 1);
-  for (int64_t i = 0, split = 0; i < num_runs; ++i) {
-    const int64_t stop = i + 1 < num_runs ? runs[i + 1].split_base : num_splits;
+void join(const Shape& s, const Run& run, const float* states, int64_t size, int64_t num_splits, const float* sinks,
+          float* out) {
+  const int64_t K = s.num_kv_heads, V = s.v_dim, rows = run.num_new * s.groups;
+  std::vector<float> sums(V);
+  for (int64_t row = 0; row < K * rows; ++row) {
+    const int64_t n = row / rows * s.groups + row % s.groups, token = run.row + row % rows / s.groups;
+    float top = sinks ? sinks[n] : -kInfinity;
+    for (int64_t i = 0; i < num_splits; ++i) {
+      const float m = states[i * size + K * rows * V + row];
+      top = m > top ? m : top;
+    }
+    float total = sinks ? exp_nonpositive(Vec{} + (sinks[n] - top))[0] : 0.0f;
+    sums.assign(V, 0.0f);
+    for (int64_t i = 0; i < num_splits; ++i) {
+      const float* state = states + i * size;
+      const float factor = exp_nonpositive(Vec{} + (state[K * rows * V + row] - top))[0];
+      total += factor * state[K * rows * (V + 1) + row];
+      for (int64_t v = 0; v < V; ++v) sums[v] += factor * state[row * V + v];
+    }
+    reorder<T, true>(sums.data(), out + (token * K * s.groups + n) * V, V, 1.0f / total);
+  }
+}
+
+template <typename T>
+void attend_all(const Shape& s, const float* q, float* out, const T* keys, const T* values, const int64_t* pages,
+                const Run* runs, const float* sinks, float scale) {
+  const int64_t K = s.num_kv_heads, G = s.groups, N = K * G, H = s.qk_dim;
+  std::vector<int64_t> run_of(s.num_splits), state_at(s.num_splits + 1), q_at(s.num_runs + 1);
+  for (int64_t i = 0, split = 0; i < s.num_runs; ++i) {
+    const int64_t stop = i + 1 < s.num_runs ? runs[i + 1].split_base : s.num_splits;
     for (; split < stop; ++split) {
       run_of[split] = i;
-      offset[split + 1] = offset[split] + runs[i].num_new * N * (V + 2);
+      state_at[split + 1] = state_at[split] + runs[i].num_new * N * (s.v_dim + 2);
+    }
+    q_at[i + 1] = q_at[i] + runs[i].num_new * N * H;
+  }
+  std::vector<float> ordered(q_at[s.num_runs]), states(state_at[s.num_splits]);
+  for (int64_t i = 0; i < s.num_runs; ++i) {
+    const int64_t rows = runs[i].num_new * G;
+    for (int64_t row = 0; row < K * rows; ++row) {
+      const int64_t token = runs[i].row + row % rows / G, n = row / rows * G + row % G;
+      reorder<T, false>(q + (token * N + n) * H, &ordered[q_at[i] + row * H], H, scale);
     }
   }
-  std::vector<float> partial(offset[num_splits]);
 #pragma omp parallel for schedule(dynamic)
-  for (int64_t split = 0; split < num_splits; ++split) {
-    const Run& r = runs[run_of[split]];
-    run_split(s, r, (split - r.split_base) * kSplit, q_all, keys, values, pages, scale, partial.data() + offset[split]);
+  for (int64_t split = 0; split < s.num_splits; ++split) {
+    const Run& run = runs[run_of[split]];
+    run_split(s, run, (split - run.split_base) * kSplit, &ordered[q_at[run_of[split]]], keys, values, pages,
+              &states[state_at[split]]);
   }
-  for (int64_t i = 0; i < num_runs; ++i) {
-    const Run& r = runs[i];
-    const int64_t rows = r.num_new * G;
-    const int64_t stop = i + 1 < num_runs ? runs[i + 1].split_base : num_splits;
-    for (int64_t head = 0; head < K; ++head) {
-      for (int64_t j = 0; j < rows; ++j) {
-        const int64_t n = head * G + j % G, state = head * rows + j;
-        float* out = out_all + ((r.row + j / G) * N + n) * V;
-        float top = sinks ? sinks[n] : -__builtin_inff();
-        for (int64_t split = r.split_base; split < stop; ++split) {
-          const float m = partial[offset[split] + K * rows * V + state];
-          top = m > top ? m : top;
-        }
-        float total = sinks ? exp_nonpositive(Vec{} + (sinks[n] - top))[0] : 0.0f;
-        std::memset(out, 0, V * sizeof(float));
-        for (int64_t split = r.split_base; split < stop; ++split) {
-          const float* base = partial.data() + offset[split];
-          const float factor = exp_nonpositive(Vec{} + (base[K * rows * V + state] - top))[0];
-          total += factor * base[K * rows * (V + 1) + state];
-          for (int64_t v = 0; v < V; ++v) out[v] += factor * base[state * V + place<T>(v, V)];
-        }
-        for (int64_t v = 0; v < V; ++v) out[v] /= total;
-      }
-    }
+#pragma omp parallel for schedule(static)
+  for (int64_t i = 0; i < s.num_runs; ++i) {
+    const int64_t stop = i + 1 < s.num_runs ? runs[i + 1].split_base : s.num_splits, base = runs[i].split_base;
+    join<T>(s, runs[i], &states[state_at[base]], state_at[base + 1] - state_at[base], stop - base, sinks, out);
   }
 }
 
@@ -299,7 +332,9 @@ extern "C" void mimo_paged_decode(int is_bf16, const Shape* s, const float* q, f
                                   const void* values, const int64_t* pages, const Run* runs, const float* sinks,
                                   float scale) {
   if (is_bf16)
-    run(*s, q, out, static_cast<const Bf16*>(keys), static_cast<const Bf16*>(values), pages, runs, sinks, scale);
+    attend_all(*s, q, out, static_cast<const Bf16*>(keys), static_cast<const Bf16*>(values), pages, runs, sinks,
+               scale);
   else
-    run(*s, q, out, static_cast<const float*>(keys), static_cast<const float*>(values), pages, runs, sinks, scale);
+    attend_all(*s, q, out, static_cast<const float*>(keys), static_cast<const float*>(values), pages, runs, sinks,
+               scale);
 }
