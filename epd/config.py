@@ -52,8 +52,9 @@ class EngineConfig:
     qkv_layout: QkvLayout = "auto"
     threads: int = 1
     # How many of the model's draft heads guess next tokens (multi-token prediction), 0 to 3, None for all there are.
-    # Answers are the same with any number. `draft_max_batch_tokens` bounds what a step of decoding sequences computes
-    # with its drafts: the more sequences decode together, the fewer drafts each has, down to none.
+    # Answers are the same with any number, up to the rounding that depends on how many tokens are computed together.
+    # `draft_max_batch_tokens` bounds what a step of decoding sequences computes with its drafts: the more sequences
+    # decode together, the fewer drafts each has, down to none.
     draft_tokens: int | None = None
     draft_max_batch_tokens: int = 64
     # How attention over pages is computed, see `epd.kernels.backends`; "auto" takes the fastest there is here.
