@@ -108,16 +108,19 @@ class KvMover:
 
     def _tail_refusal(self, tensors: Sequence[TensorFrame], transfer: KvTransfer) -> str | None:
         """The same of what draft heads left. Without them there is nothing, and nothing was guessed."""
-        if not tensors and not transfer.draft_token_ids:
+        guesses = transfer.draft_token_ids
+        if not tensors and not guesses:
             return None
-        shapes = [tensor.shape for tensor in tensors]
-        ids_known = all(0 <= token < self._vocab_size for token in transfer.draft_token_ids)
-        if len(shapes) != 2 or shapes[0] != shapes[1] or shapes[0][1:] != (self._hidden_size,) or not ids_known:
-            return (
-                f"{len(shapes)} tensors of shapes {shapes} came after the KV, with guesses {transfer.draft_token_ids}: "
-                f"two of shape [rows, {self._hidden_size}] and ids below {self._vocab_size} are expected"
-            )
-        return None
+        num_rows = tensors[0].shape[0] if tensors and tensors[0].shape else 0
+        expected = (str(self._storage.dtype).removeprefix("torch."), (num_rows, self._hidden_size))
+        are_known = all(0 <= token < self._vocab_size for token in guesses)
+        are_rows = [(tensor.dtype, tensor.shape) for tensor in tensors] == [expected, expected]
+        if are_known and are_rows and num_rows <= transfer.num_tokens:
+            return None
+        return (
+            f"after the KV of {transfer.num_tokens} tokens came tensors of {[each.shape for each in tensors]} and guesses "
+            f"{guesses}: two of [rows, {self._hidden_size}] and ids below {self._vocab_size} are expected"
+        )
 
     def write(self, planned: KvImport) -> None:
         """Fill the table's pages: full pages from `first_full_page` on, windows as far as it has pages."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +17,9 @@ from epd.engine.worker import build_engine
 from epd.kernels.base import AttentionSpec
 from epd.kernels.reference import DenseAttention
 from epd.model.embed import EmbeddingSpan, merge_embeddings
-from epd.types import Abort, FinishReason, Hello, MediaSpan, Role, SamplingParams, WorkerInfo
+from epd.transport.base import Received
+from epd.transport.frames import to_frame
+from epd.types import Abort, FinishReason, Hello, KvTransfer, MediaSpan, Role, SamplingParams, WorkerInfo
 from tests.engine.conftest import Bench, Checkpoint, MakeBench, make_request
 from tests.engine.test_roles import Pair, make_pair
 from tests.fakes.guessing_model import guessing_model
@@ -271,6 +274,35 @@ def test_a_hand_over_to_other_settings_is_refused(make_bench: MakeBench, guessin
     pair.run()
     finish = pair.finish("a")
     assert (finish.code, finish.retryable) == ("kv_refused", True)
+    pair.assert_nothing_leased()
+
+
+@pytest.mark.parametrize(
+    ("changes", "shapes"),
+    [
+        ({}, ()),
+        ({}, ((2, 64),)),
+        ({}, ((2, 64), (1, 64))),
+        ({}, ((2, 63), (2, 63))),
+        ({}, ((18, 64), (18, 64))),
+        ({"draft_token_ids": (3, 128)}, ((2, 64), (2, 64))),
+        ({"draft_token_ids": (-1,)}, ((2, 64), (2, 64))),
+    ],
+)
+def test_what_heads_cannot_go_on_with_is_refused(
+    make_bench: MakeBench, guessing: Checkpoint, changes: dict[str, object], shapes: tuple[tuple[int, ...], ...]
+) -> None:
+    pair = make_pair(make_bench, both={"checkpoint": guessing, "draft_tokens": 3})
+    pair.submit(make_request("a", PROMPT[:17], ignore_eos=True))
+    while not any(isinstance(item.message, KvTransfer) for item in pair.decode.mailbox.inbox):
+        pair.prefill.step()
+    *rest, last = pair.decode.mailbox.inbox
+    assert isinstance(last.message, KvTransfer)
+    kv = last.tensors[: 2 * (last.message.num_full_layers + last.message.num_window_layers)]
+    wrong = (*kv, *(to_frame(torch.zeros(shape)) for shape in shapes))
+    pair.decode.mailbox.inbox = [*rest, Received(last.peer, msgspec.structs.replace(last.message, **changes), wrong)]
+    pair.run()
+    assert (pair.finish("a").code, pair.finish("a").retryable) == ("kv_refused", True)
     pair.assert_nothing_leased()
 
 
