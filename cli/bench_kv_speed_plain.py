@@ -39,6 +39,10 @@ class TransformersModel:
         self._model.set_experts_implementation(name)
         self.experts = name
 
+    @property
+    def num_parameters(self) -> int:
+        return int(self._model.num_parameters())
+
     def copied_bytes(self, num_tokens: int) -> int:
         """Memory that `batched_mm` takes in one layer for so many tokens."""
         config = self._model.config
@@ -68,6 +72,11 @@ class Generation:
     def __init__(self, model: Any, cache: Any, ids: "Tensor") -> None:
         self._model, self._cache, self._ids = model, cache, ids
 
+    @property
+    def tokens(self) -> list[int]:
+        """The latest token of each sequence."""
+        return cast("list[int]", self._ids[:, -1].tolist())
+
     def again(self) -> "Generation":
         """The same state once more, apart from this one."""
         return Generation(self._model, copy.deepcopy(self._cache), self._ids)
@@ -79,7 +88,7 @@ class Generation:
         with torch.inference_mode():
             out = self._model(self._ids, cache=self._cache, use_cache=True, logits_to_keep=1)
             self._ids = out.logits[:, -1:].argmax(dim=-1)
-            return cast("list[int]", self._ids[:, 0].tolist())
+            return self.tokens
 
 
 def fastest_experts(model: TransformersModel, names: Sequence[str], work: Callable[[], object], *, tries: int) -> str:
