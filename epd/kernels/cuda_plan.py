@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from epd.kernels.base import PagedSequence
+from epd.kernels.base import PagedSequence, first_key
 
 # Key counts of a read are rounded up to this many, which fused kernels like.
 KEY_MULTIPLE = 8
@@ -209,20 +209,9 @@ class ForwardPlan:
         chunks = []
         for start in range(0, sequence.num_new, size):
             query_start = sequence.num_context + start
-            key_start = self._first_key(sequence, window_left, query_start)
+            key_start = first_key(sequence, window_left, page_size=self._page_size, query_start=query_start)
             chunks.append(_Chunk(index, row + start, min(size, sequence.num_new - start), query_start, key_start))
         return chunks
-
-    def _first_key(self, sequence: PagedSequence, window_left: int | None, query_start: int) -> int:
-        if window_left is None:
-            return 0
-        needed, held = max(0, query_start - window_left), sequence.window_start_page
-        if needed // self._page_size < held and sequence.write_full:
-            raise ValueError(
-                f"position {query_start} sees window page {needed // self._page_size}, the sequence holds {held} "
-                "and later"
-            )
-        return max(needed, held * self._page_size)
 
     def _read(self, chunks: Sequence[_Chunk], num_queries: int) -> Read:
         numbers = self.tensor([(c.sequence, c.row, c.num_queries, c.query_start, c.key_start) for c in chunks])

@@ -171,7 +171,9 @@ class _InPlace:
             logical_BJ = first_B[:, None] + torch.arange(row_BJ.shape[1], device=row_BJ.device)
             # One column more than there are pages takes what rows hold beyond their end.
             page_BJ = torch.where(logical_BJ <= last_page_B[:, None], row_BJ, num_pages)
-            nothing_BM = torch.full((row_BJ.shape[0], num_pages + 1), -1, dtype=torch.int64, device=row_BJ.device)
+            # Two rows at least, as there are two pages at least in `_pages_of`: torch compiles sizes of one apart.
+            num_rows = max(2, row_BJ.shape[0])
+            nothing_BM = torch.full((num_rows, num_pages + 1), -1, dtype=torch.int64, device=row_BJ.device)
             self._logical_BM[is_window] = nothing_BM.scatter(1, page_BJ, logical_BJ)
         return self._logical_BM[is_window]
 
@@ -251,7 +253,7 @@ def _pages_of(read: Read, tables: PageTables, window_left: int | None, page_size
     beyond it the last page is repeated."""
     first_C, last_C = read.key_start // page_size, read.position[:, -1] // page_size
     # Keys that begin inside a page reach into one page more.
-    num_pages = (read.num_keys - 2) // page_size + 2
+    num_pages = max(2, (read.num_keys - 2) // page_size + 2)
     logical_CJ = first_C[:, None] + torch.arange(num_pages, device=first_C.device)
     page_CJ = tables.pages(
         read.sequence[:, None], torch.minimum(logical_CJ, last_C[:, None]), is_window=window_left is not None
@@ -296,6 +298,8 @@ def _compiled() -> Kernel:
     # Beyond its limit torch would fall back to the uncompiled form, which stores the scores of all pages; with
     # `fullgraph` it raises instead.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_FORMS)
+    # Else sizes that are equal by chance, such as rows and heads, are taken to be so always.
+    torch.fx.experimental._config.use_duck_shape = False
     return cast(Kernel, torch.compile(flex.flex_attention, dynamic=True, fullgraph=True))
 
 

@@ -240,6 +240,34 @@ def test_flex_lists_the_pages_that_are_seen_and_no_others(layer: LayerConfig, mo
         assert counts == [len(row) for row in pages]
 
 
+def test_flex_is_compiled_once_for_all_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced as for CUDA, though run without a compiler: other batches, lengths and tables are no new form of it."""
+    monkeypatch.setattr(torch.fx.experimental._config, "use_duck_shape", torch.fx.experimental._config.use_duck_shape)
+    num_traced = 0
+
+    def count(graph: torch.fx.GraphModule, inputs: list[object]) -> Callable[..., object]:
+        nonlocal num_traced
+        num_traced += 1
+        return graph.forward
+
+    compile_as_on_cuda = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **how: compile_as_on_cuda(function, backend=count, **how))
+    cache = PagedCache([FULL], page_size=PAGE, num_pages=40, dtype=torch.bfloat16)
+    for pages in (cache.keys(0), cache.values(0)):
+        pages.zero_()
+    backend = flex.FlexBackend(cache, page_size=PAGE)
+    backend.form = flex.COMPILED
+    monkeypatch.setattr(backend, "_kernel", flex._compiled())
+    for name, length in {"a": 40, "b": 3, "c": 90, "d": 15}.items():
+        cache.admit(name)
+        cache.extend(name, length)
+    with torch.inference_mode():
+        for names in ("ab", "abcd", "bcd", "cd"):
+            attention = backend.context([cache.extend(name, 1) for name in names])
+            attention.attend(FULL.attention, *random_qkv(FULL.attention, len(names), seed=0), None)
+    assert num_traced == 1
+
+
 @pytest.mark.usefixtures("_flashinfer")
 def test_flashinfer_plans_each_geometry_once_per_forward() -> None:
     cache = PagedCache([*LAYERS, replace(FULL, index=3)], page_size=PAGE, num_pages=10, dtype=torch.bfloat16)
