@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 
@@ -36,6 +37,8 @@ def audit(ledger: TreeLedger, sequences: Iterable[SequencePages]) -> None:
     if ledger.tree.root.window_pages or ledger.tree.root.full_pages:
         raise PageStateError("the root holds pages")
     for node in nodes:
+        if not 0 <= node.heat < math.inf or node.heat_at > ledger.num_lookups:
+            raise PageStateError(f"node {node.node_id}: heat {node.heat} as of lookup {node.heat_at}")
         held = [page in ledger.refs for page in node.window_pages]
         if held != sorted(held):
             raise PageStateError(f"node {node.node_id}: windows in use are not its last ones: {held}")

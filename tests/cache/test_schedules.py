@@ -346,6 +346,16 @@ def test_check_notices_a_stolen_page() -> None:
         bench.cache.check()
 
 
+@pytest.mark.parametrize(("heat", "heat_at"), [(-1.0, 0), (float("inf"), 0), (float("nan"), 0), (1.0, 2)])
+def test_check_notices_heat_that_cannot_be(heat: float, heat_at: int) -> None:
+    bench = Bench()
+    bench.serve(text(0, 22))
+    (node,) = bench.cache._ledger.tree.root.children.values()
+    node.heat, node.heat_at = heat, heat_at
+    with pytest.raises(PageStateError, match="heat"):
+        bench.cache.check()
+
+
 def test_a_chat_grows_one_node_and_lookups_do_not_grow_with_it() -> None:
     bench = Bench(page_size=1, num_full=500, num_window=500)
     history = text(0, 10)
