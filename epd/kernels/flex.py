@@ -48,6 +48,7 @@ COMPILED = Form(True, True, ReadLimits(max_queries=_QUERY_BLOCK, max_scores=1 <<
 PLAIN = Form(False, False, ReadLimits(max_queries=_QUERY_BLOCK, max_scores=1 << 20))
 
 
+@torch.inference_mode()
 def compile_obstacle(storage: KvStorage, *, page_size: int) -> str | None:
     """Why the compiled kernel cannot serve this storage, None where it can: tries it once for each kind of layer."""
     if page_size < _MIN_PAGE or page_size & (page_size - 1):

@@ -245,8 +245,9 @@ def _no_kept_rotations() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_no_kept_rotations")
-@pytest.mark.parametrize("attention", ["sdpa", "flex"])
-@pytest.mark.parametrize(("dtype", "capability"), [(torch.bfloat16, (9, 0)), (torch.float32, (8, 0))])
+@pytest.mark.parametrize(
+    ("attention", "dtype", "capability"), [("sdpa", torch.bfloat16, (9, 0)), ("flex", torch.float32, (8, 0))]
+)
 def test_a_recorded_step_waits_for_nothing(
     attention: str, dtype: torch.dtype, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
