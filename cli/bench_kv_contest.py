@@ -194,6 +194,4 @@ def _retention(settings: CacheSettings, *, dense: bool) -> RetentionPolicy:
     kept = RetentionPolicy(**values)
     if dense:
         return kept
-    return replace(
-        kept, dense_retention_tokens=0, retention_stride_tokens=0, long_stride_tokens=0, at_chunk_ends=False
-    )
+    return replace(kept, dense_retention_tokens=0, retention_stride_tokens=0, long_stride_tokens=0, at_chunk_ends=False)

@@ -1,4 +1,4 @@
-"""Draws of a workload: counts, lengths and pauses of the shapes that serving traces have. Seeded, each its own stream."""
+"""Draws of a workload: counts, lengths and pauses of the shapes that serving traces have. All are seeded."""
 
 from __future__ import annotations
 
