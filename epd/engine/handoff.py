@@ -118,8 +118,8 @@ class KvMover:
         if are_known and are_rows and num_rows <= transfer.num_tokens:
             return None
         return (
-            f"after the KV of {transfer.num_tokens} tokens came tensors of {[each.shape for each in tensors]} and guesses "
-            f"{guesses}: two of [rows, {self._hidden_size}] and ids below {self._vocab_size} are expected"
+            f"after the KV of {transfer.num_tokens} tokens came tensors of {[each.shape for each in tensors]} and "
+            f"guesses {guesses}: two of [rows, {self._hidden_size}] and ids below {self._vocab_size} are expected"
         )
 
     def write(self, planned: KvImport) -> None:

@@ -253,7 +253,7 @@ def test_what_heads_have_stored_never_changes_an_answer(make: MakeBench) -> None
 
 
 def test_a_hand_over_costs_no_acceptance(make_bench: MakeBench, make: MakeBench, guessing: Checkpoint) -> None:
-    for num_prompt in (1, 2, 17, 33, 75, 150):
+    for num_prompt in (1, 2, 17, 33, 76, 150):
         request = make_request("a", PROMPT[:num_prompt], ignore_eos=True, max_tokens=40)
         alone = make()
         alone.submit(request)
@@ -371,13 +371,17 @@ def test_the_more_decode_together_the_fewer_drafts_each_has(make: MakeBench) -> 
 
 
 def test_counters_are_reported(make: MakeBench) -> None:
-    bench = run(make(), a=(PROMPT[:9], {"max_tokens": 30, "ignore_eos": True}))
+    bench = run(make(), a=(PROMPT[:9], {"max_tokens": 80, "ignore_eos": True}))
     bench.mailbox.put(Hello(sequence=1))
     bench.engine.loop.step()
     [info] = [message for message in bench.mailbox.take() if isinstance(message, WorkerInfo)]
     c = counters(bench)
     assert info.counters["drafted_tokens"] == c.drafted_tokens > 0
     assert info.counters["accepted_tokens"] == c.accepted_tokens > 0
+    # Every step gives a token of its own: nothing is computed twice.
+    assert c.generated_tokens == c.steps + c.accepted_tokens == 80
+    # The second guess follows from the first, which follows from the token.
+    assert c.accepted_tokens_2 > 0.4 * c.accepted_tokens_1 > 0.16 * c.drafted_tokens_1
     by_position = [info.counters[f"accepted_tokens_{n}"] for n in (1, 2, 3)]
     assert sum(by_position) == c.accepted_tokens
     assert by_position == sorted(by_position, reverse=True)
