@@ -17,7 +17,7 @@ namespace {
 constexpr int kLanes = 16;
 constexpr int kPair = 2 * kLanes;
 constexpr int kRows = 8;        // rows of x that share a weight in registers
-constexpr int64_t kBlock = 16;  // outputs per task
+constexpr int64_t kBlock = 64;  // outputs per task: long runs of memory, and work for many threads
 
 typedef float Vec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 typedef uint32_t Bits __attribute__((vector_size(4 * kLanes), aligned(2), may_alias));
