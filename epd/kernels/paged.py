@@ -144,8 +144,8 @@ class PagedCpuAttention:
             out_TNV[self._few_rows] = few_FNV
         reads = self._reads_of(spec.window_left, q_TNH.dtype)
         for group in reads.groups:
-            k_LSKH, v_LSKV = (pool.flatten(0, 1)[group.slots].to(q_TNH.dtype) for pool in pages)
-            out_TNV[group.rows] = attend_singles(spec, q_TNH[group.rows], k_LSKH, v_LSKV, group.hidden, sink_N)
+            k_LKSH, v_LKSV = (_gather_heads(pool, group.slots).to(q_TNH.dtype) for pool in pages)
+            out_TNV[group.rows] = attend_singles(spec, q_TNH[group.rows], k_LKSH, v_LKSV, group.hidden, sink_N)
         for chunk, read in reads.chunks:
             rows_kv = (k_TKH[chunk.rows], v_TKV[chunk.rows])
             out_TNV[chunk.rows] = self._attend_chunk(spec, chunk, read, q_TNH[chunk.rows], pages, rows_kv, sink_N)
@@ -268,3 +268,10 @@ def _pages_of(sequence: PagedSequence, *, is_window: bool) -> tuple[Tensor, int]
 def _gather(pool: Tensor, read: _ChunkRead) -> Tensor:
     """Return [num_keys, K, D]. Whole pages are copied: that is several times as fast as single tokens or heads."""
     return pool.index_select(0, read.pages).flatten(0, 1)[read.skip : read.skip + read.num_keys]
+
+
+def _gather_heads(pool: Tensor, slots_LS: Tensor) -> Tensor:
+    """Return [L, K, S, D]: head by head, as the products of a batch want them."""
+    num_heads, width = pool.shape[2:]
+    index_LKS = slots_LS[:, None] * num_heads + torch.arange(num_heads)[:, None]
+    return pool.view(-1, width).index_select(0, index_LKS.flatten()).view(*index_LKS.shape, width)

@@ -31,17 +31,17 @@ def attend_single(spec: AttentionSpec, q_NH: Tensor, k_SKH: Tensor, v_SKV: Tenso
 
 
 def attend_singles(
-    spec: AttentionSpec, q_LNH: Tensor, k_LSKH: Tensor, v_LSKV: Tensor, hidden_LS: Tensor, sink_N: Tensor | None
+    spec: AttentionSpec, q_LNH: Tensor, k_LKSH: Tensor, v_LKSV: Tensor, hidden_LS: Tensor, sink_N: Tensor | None
 ) -> Tensor:
     """Return [L, N, V]: one query per sequence, for L sequences with few keys; `hidden_LS` marks those unseen."""
     q_LKGH = torch.unflatten(q_LNH * spec.scale, 1, (spec.num_kv_heads, -1))
-    score_LKGS = torch.matmul(q_LKGH, k_LSKH.permute(0, 2, 3, 1)).float()
+    score_LKGS = torch.matmul(q_LKGH, k_LKSH.transpose(2, 3)).float()
     score_LNS = score_LKGS.flatten(1, 2).masked_fill_(hidden_LS[:, None], float("-inf"))
     if sink_N is not None:
         score_LNS = torch.cat([score_LNS, sink_N.float()[:, None].expand(q_LNH.shape[0], -1, 1)], dim=2)
-    prob_LNS = score_LNS.softmax(dim=2)[..., : k_LSKH.shape[1]].to(v_LSKV.dtype)
+    prob_LNS = score_LNS.softmax(dim=2)[..., : k_LKSH.shape[2]].to(v_LKSV.dtype)
     prob_LKGS = torch.unflatten(prob_LNS, 1, (spec.num_kv_heads, -1))
-    return torch.matmul(prob_LKGS, v_LSKV.transpose(1, 2)).flatten(1, 2)
+    return torch.matmul(prob_LKGS, v_LKSV).flatten(1, 2)
 
 
 def attend_full(spec: AttentionSpec, q_CNH: Tensor, k_RKH: Tensor, v_RKV: Tensor, sink_N: Tensor | None) -> Tensor:

@@ -40,6 +40,12 @@ inline void load_pair(const Bf16* at, Vec& a, Vec& b) {
   a = reinterpret_cast<Vec>(both << 16);
   b = reinterpret_cast<Vec>(both & 0xffff0000u);
 }
+// Elements in order, where fewer are left than a pair of vectors holds.
+inline Vec load(const Bf16* at) {
+  typedef uint16_t Half __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
+  const Bits wide = __builtin_convertvector(*reinterpret_cast<const Half*>(at), Bits);
+  return reinterpret_cast<Vec>(wide << 16);
+}
 inline float one(float x) { return x; }
 inline float one(Bf16 x) {
   const uint32_t bits = uint32_t(x.bits) << 16;
@@ -131,6 +137,15 @@ inline void scores(const float* q, const T* const* key, int64_t H, float* out) {
 #pragma GCC unroll 8
       for (int t = 0; t < C; ++t) acc[r][t] = acc[r][t] + qa * a[t] + qb * b[t];
     }
+  }
+  if (h + kLanes <= H) {
+#pragma GCC unroll 8
+    for (int t = 0; t < C; ++t) {
+      const Vec a = load(key[t] + h);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) acc[r][t] += load(q + r * H + h) * a;
+    }
+    h += kLanes;
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
