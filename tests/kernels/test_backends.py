@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from epd.kernels import paged_native
 from epd.kernels.backends import BACKENDS, make_backend
 from epd.kernels.base import AttentionBackend, AttentionSpec, PagedSequence
 from epd.kernels.reference import DenseAttention
@@ -201,7 +202,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(case=cases(), dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16]))
 def test_ragged_batches(name: str, case: Case, dtype: torch.dtype) -> None:
     check(name, case, dtype)
@@ -293,3 +294,31 @@ def test_refusals(name: str) -> None:
     gone = dataclasses.replace(sequence, window_pages=sequence.window_pages[1:], window_start_page=9)
     with pytest.raises(ValueError, match="position 40 sees window page 8, the sequence holds 9 and later"):
         backend.context([gone]).attend(batch.specs[WINDOW], *batch.new_tokens(WINDOW), None)
+
+
+def test_auto_says_why_it_takes_less(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a compiler "auto" is plain torch, in the log with the reason, and "cpu" is refused with the same."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(paged_native, "_load", paged_native._load.__wrapped__)
+    batch = Batch(Case([Item(0, 1)]), torch.float32)
+    with caplog.at_level("INFO"):
+        assert make_backend("auto", batch, page_size=16, device_type="cpu").name == "cpu-torch"
+    assert "there is no C++ compiler" in caplog.text
+    with pytest.raises(ValueError, match=r"'cpu' cannot run on cpu here: there is no C\+\+ compiler"):
+        make_backend("cpu", batch, page_size=16, device_type="cpu")
+
+
+def test_auto_takes_the_kernel_for_pages_that_it_reads() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        batch = Batch(Case([Item(0, 1)]), dtype)
+        backend_for("cpu", batch)
+        assert make_backend("auto", batch, page_size=16, device_type="cpu").name == "cpu"
+    half = Batch(Case([Item(0, 1)]), torch.float16)
+    assert make_backend("auto", half, page_size=16, device_type="cpu").name == "cpu-torch"
+
+
+def test_an_unknown_name_is_refused_with_those_there_are() -> None:
+    batch = Batch(Case([Item(0, 1)]), torch.float32)
+    with pytest.raises(ValueError, match="'fast'; allowed: auto, reference, cpu, cpu-torch"):
+        make_backend("fast", batch, page_size=16, device_type="cpu")
