@@ -155,8 +155,10 @@ def _draw_ratios(axes: "Axes", title: str, rows: Sequence[Result]) -> None:
 
 
 def _draw_panel(axes: "Axes", panel: Panel) -> None:
-    for (who, points), (colour, style) in zip(panel.curves.items(), itertools.cycle(_STROKES)):
-        axes.plot(*zip(*points, strict=True), style, color=colour, label=who, markersize=4)
+    # The first curve lies on top of those that it meets.
+    strokes = zip(panel.curves.items(), itertools.cycle(_STROKES))
+    for index, ((who, points), (colour, style)) in enumerate(strokes):
+        axes.plot(*zip(*points, strict=True), style, color=colour, label=who, markersize=4, zorder=3 - index / 100)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted({x for points in panel.curves.values() for x, _ in points}))
     axes.xaxis.set_major_formatter("{x:g}")
