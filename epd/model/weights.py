@@ -27,6 +27,7 @@ from encoder.checkpoint import (
     shown,
 )
 from epd.config import QkvLayout, WeightStorage
+from epd.kernels.few_rows import load_few_rows
 from epd.kernels.quantized import dequantize_fp8, dequantize_mxfp4
 from epd.model.config import TextConfig
 from epd.model.hybrid import HybridModel
@@ -102,6 +103,9 @@ def load_text_model(
                 _fill_piece(reader, source, pieces[name], config)
             else:
                 _copy_rows(reader, source.slot, source.tensor, source.slot.target, _converter(reader, source, config))
+    if torch.device(device).type == "cpu":
+        # Compiled once per machine, which takes seconds: now, not within the first answer.
+        load_few_rows()
     return model
 
 
