@@ -56,7 +56,7 @@ class EngineConfig:
     # `draft_max_batch_tokens` bounds what a step of decoding sequences computes with its drafts: the more sequences
     # decode together, the fewer drafts each has, down to none.
     draft_tokens: int | None = None
-    draft_max_batch_tokens: int = 64
+    draft_max_batch_tokens: int = 12
     # How attention over pages is computed, see `epd.kernels.backends`; "auto" takes the fastest there is here.
     attention: str = "auto"
     # On CUDA, whether steps of one token per sequence are recorded and replayed as graphs, see `epd.engine.graphs`.

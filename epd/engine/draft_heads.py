@@ -7,8 +7,10 @@ t + 2 + k. So the last rows of a step need tokens that come after it:
     at its end           the sampled token, then guesses: head k takes what the heads before it guessed
     nothing known        the last known token again, where nobody wants guesses
 
-Rows that took a guess are written once more by the next step, when the tokens are known; what that needs, the embedding
-and hidden state of the last `num_heads - 1` tokens, is the `DraftTail`.
+Rows that took a wrong guess are written once more by the next step, when the tokens are known; what that needs, the
+embedding and hidden state of the last `num_heads - 1` tokens, is the `DraftTail`. While nobody wants guesses, because
+too many sequences decode, the tail also gathers what the rows of decoded tokens need, and a page of them is written at
+once.
 
 Whatever the rows hold, only guesses depend on it, and every guess is checked by the trunk. So the rows are never a
 reason not to use a page. Those at a page's end depend on tokens of the page behind it: of a shared page they may be
@@ -77,12 +79,32 @@ class DraftHeads:
         self._storage = storage
         self._layers = [model.config.mtp_layer(k).index for k in range(num_heads)]
         self._window_left = model.config.mtp_layer(0).window_left or 0
+        for layer in self._layers:
+            # A row that was never written may be read: it must be a number.
+            storage.keys(layer).zero_()
+            storage.values(layer).zero_()
 
     def run(self, embed_ED: Tensor, hidden_TD: Tensor, runs: Sequence[HeadRun], *, num_drafts: int) -> list[DraftTail]:
         """Write the runs' rows of every head; guess up to `num_drafts` tokens for those that sampled one."""
+        if num_drafts:
+            return self._write(embed_ED, hidden_TD, runs, num_drafts=num_drafts)
+        writing = [run for run in runs if not self._may_wait(run)]
+        written = iter(self._write(embed_ED, hidden_TD, writing, num_drafts=0) if writing else ())
+        return [_longer_tail(run, embed_ED, hidden_TD) if self._may_wait(run) else next(written) for run in runs]
+
+    def _may_wait(self, run: HeadRun) -> bool:
+        """Whether the rows of a token that was decoded may be written later: the tail keeps them, up to a page, for as
+        long as a sequence holds the windows that they read."""
+        tail = run.step.draft.tail
+        num_kept = 0 if tail is None else len(tail.hidden)
+        return run.next_id is not None and run.num_rows == 1 and num_kept < self._page_size
+
+    def _write(
+        self, embed_ED: Tensor, hidden_TD: Tensor, runs: Sequence[HeadRun], *, num_drafts: int
+    ) -> list[DraftTail]:
         rows = _HeadRows(self._model, embed_ED, hidden_TD, runs, num_heads=self._num_heads)
         for run in runs:
-            rows.add(run, self._num_kept(run.step))
+            rows.add(run, self._num_kept(run))
         spans = [
             (run.step.start - kept, run.step.start + run.num_rows) for run, kept in zip(runs, rows.kept, strict=True)
         ]
@@ -108,15 +130,29 @@ class DraftHeads:
             self._storage.keys(layer)[index] = 0
             self._storage.values(layer)[index] = 0
 
-    def _num_kept(self, step: SequenceStep) -> int:
-        """Rows before the step to be written again, as far back as the sequence still has the windows they read."""
-        tail = step.draft.tail
-        num_kept = 0 if tail is None else len(tail.hidden)
+    def _num_kept(self, run: HeadRun) -> int:
+        """Rows before the run to be written again, as far back as the sequence still has the windows they read."""
+        step, tail = run.step, run.step.draft.tail
+        num_right = run.num_rows - len(step.token_ids)
+        if tail is None or (tail.guesses and num_right >= self._num_heads - 1):
+            # What the rows took for granted was right.
+            return 0
+        num_kept = len(tail.hidden)
         while (
             num_kept and max(0, step.start - num_kept - self._window_left) < step.pages.window_start * self._page_size
         ):
             num_kept -= 1
         return num_kept
+
+
+def _longer_tail(run: HeadRun, embed_ED: Tensor, hidden_TD: Tensor) -> DraftTail:
+    """The run's tail and its own rows, none of which is written."""
+    tail, stop = run.step.draft.tail, run.first + run.num_rows
+    embeds, hidden = embed_ED[run.first : stop], hidden_TD[run.first : stop]
+    if tail is not None:
+        embeds, hidden = torch.cat([tail.embeds.to(embeds), embeds]), torch.cat([tail.hidden.to(hidden), hidden])
+    # Not a view: it would keep the rows of all sequences.
+    return DraftTail(run.step.start + run.num_rows, (), embeds.clone(), hidden.clone())
 
 
 class _HeadRows:

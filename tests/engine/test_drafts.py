@@ -370,6 +370,26 @@ def test_the_more_decode_together_the_fewer_drafts_each_has(make: MakeBench) -> 
     bench.assert_nothing_leased()
 
 
+def test_rows_are_made_up_for_when_there_is_room_again(make: MakeBench, guessing: Checkpoint) -> None:
+    """While too many decode, rows wait; the sequence that is left has them all with its next guesses."""
+    for num_steps in (3, 4, 5, 6, 9, 14):
+        bench = make(draft_max_batch_tokens=8, chunk_tokens=200)
+        for i in range(5):
+            bench.submit(make_request(f"r{i}", PROMPT[i : i + 30], max_tokens=60, ignore_eos=True))
+        for _ in range(num_steps):
+            bench.step()
+        assert counters(bench).drafted_tokens == 0
+        for i in range(4):
+            bench.mailbox.put(Abort(request_id=f"r{i}"))
+        bench.step()
+        assert_rows_are_exact(bench, guessing, "r4", ())
+        bench.run()
+        assert (
+            bench.answers["r4"] == run(make(0), r4=(PROMPT[4:34], {"max_tokens": 60, "ignore_eos": True})).answers["r4"]
+        )
+        assert counters(bench).accepted_tokens_3 > 0
+
+
 def test_counters_are_reported(make: MakeBench) -> None:
     bench = run(make(), a=(PROMPT[:9], {"max_tokens": 80, "ignore_eos": True}))
     bench.mailbox.put(Hello(sequence=1))
