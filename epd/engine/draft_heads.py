@@ -86,18 +86,18 @@ class DraftHeads:
 
     def run(self, embed_ED: Tensor, hidden_TD: Tensor, runs: Sequence[HeadRun], *, num_drafts: int) -> list[DraftTail]:
         """Write the runs' rows of every head; guess up to `num_drafts` tokens for those that sampled one."""
-        if num_drafts:
+        waits = [run.next_id is not None and run.num_rows == 1 for run in runs]
+        # Of a token that was decoded the tail keeps what its rows need, up to a page: for as long a sequence holds the
+        # windows that they read. Once one tail is full all are written: a forward costs more than its rows.
+        is_due = any(wait and _num_tail_rows(run) >= self._page_size for run, wait in zip(runs, waits, strict=True))
+        if num_drafts or is_due:
             return self._write(embed_ED, hidden_TD, runs, num_drafts=num_drafts)
-        writing = [run for run in runs if not self._may_wait(run)]
+        writing = [run for run, wait in zip(runs, waits, strict=True) if not wait]
         written = iter(self._write(embed_ED, hidden_TD, writing, num_drafts=0) if writing else ())
-        return [_longer_tail(run, embed_ED, hidden_TD) if self._may_wait(run) else next(written) for run in runs]
-
-    def _may_wait(self, run: HeadRun) -> bool:
-        """Whether the rows of a token that was decoded may be written later: the tail keeps them, up to a page, for as
-        long as a sequence holds the windows that they read."""
-        tail = run.step.draft.tail
-        num_kept = 0 if tail is None else len(tail.hidden)
-        return run.next_id is not None and run.num_rows == 1 and num_kept < self._page_size
+        return [
+            _longer_tail(run, embed_ED, hidden_TD) if wait else next(written)
+            for run, wait in zip(runs, waits, strict=True)
+        ]
 
     def _write(
         self, embed_ED: Tensor, hidden_TD: Tensor, runs: Sequence[HeadRun], *, num_drafts: int
@@ -143,6 +143,11 @@ class DraftHeads:
         ):
             num_kept -= 1
         return num_kept
+
+
+def _num_tail_rows(run: HeadRun) -> int:
+    tail = run.step.draft.tail
+    return 0 if tail is None else len(tail.hidden)
 
 
 def _longer_tail(run: HeadRun, embed_ED: Tensor, hidden_TD: Tensor) -> DraftTail:
