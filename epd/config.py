@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from epd.cache.victims import WindowEviction
 from epd.types import Role
 from preprocess.config import FetchLimits
 
@@ -15,6 +14,8 @@ from preprocess.config import FetchLimits
 WeightStorage = Literal["bfloat16", "float32", "keep"]
 # How the rows of fused q, k, v projections lie in the files; "auto" is "interleaved" where they are fused.
 QkvLayout = Literal["auto", "interleaved", "plain"]
+# Which window KV goes first when room is short, see `epd.cache.victims`.
+WindowEviction = Literal["marginal", "tail", "lru"]
 
 # More draft heads than this no published model has.
 MAX_DRAFT_TOKENS = 3

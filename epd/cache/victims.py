@@ -18,15 +18,14 @@ the order never changes by waiting, and log2(loss) + time / half-life is a key f
 from __future__ import annotations
 
 import math
-from typing import Literal, Protocol
+from typing import Protocol
 
 from epd.cache.boundaries import end_is_usable, ends_needing, next_usable
 from epd.cache.lru import Rank
 from epd.cache.radix import Node
+from epd.config import WindowEviction
 
-__all__ = ["MarginalLoss", "PlainLru", "TailKeepingLru", "VictimPolicy", "WindowEviction", "make_policy"]
-
-WindowEviction = Literal["marginal", "tail", "lru"]
+__all__ = ["MarginalLoss", "PlainLru", "TailKeepingLru", "VictimPolicy", "make_policy"]
 
 _UNUSED_HEAT = 1 / 32
 """What a boundary is worth that nobody has used: lookups per half-life, against 1 for the end of a sequence."""

@@ -13,8 +13,9 @@ from epd.cache.keys import page_keys
 from epd.cache.prefix import PrefixCache
 from epd.cache.retention import RetentionPolicy
 from epd.cache.sequence_pages import SequencePages
-from epd.cache.victims import WindowEviction, make_policy
+from epd.cache.victims import make_policy
 from epd.cache.window import num_window_pages
+from epd.config import WindowEviction
 from epd.kv.dual import DualPool
 from epd.kv.errors import NoPages
 from tests.oracles.effort import effort

@@ -13,8 +13,9 @@ from epd.cache.boundaries import end_is_usable
 from epd.cache.prefix import PrefixCache
 from epd.cache.radix import Node
 from epd.cache.retention import RetentionPolicy
-from epd.cache.victims import MarginalLoss, PlainLru, TailKeepingLru, WindowEviction, make_policy
+from epd.cache.victims import MarginalLoss, PlainLru, TailKeepingLru, make_policy
 from epd.cache.window import num_window_pages
+from epd.config import WindowEviction
 from tests.fakes.cache_driver import CacheDriver, text
 from tests.oracles.effort import effort
 from tests.oracles.prefix_oracle import brute_force_hit, contents
