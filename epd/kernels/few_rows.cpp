@@ -18,6 +18,7 @@ constexpr int kLanes = 16;
 constexpr int kPair = 2 * kLanes;
 constexpr int kRows = 8;        // rows of x that share a weight in registers
 constexpr int64_t kBlock = 64;  // outputs per task: long runs of memory, and work for many threads
+constexpr int64_t kAhead = 4096;  // bytes
 
 typedef float Vec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 typedef uint32_t Bits __attribute__((vector_size(4 * kLanes), aligned(2), may_alias));
@@ -74,51 +75,106 @@ inline Wide load(const Bf16* at) {
 }
 #endif
 
-// out[r] = x[r] . w, in an order that depends on K alone. One weight row after the other, front to back: that is how
-// memory is read fastest.
-template <int R, typename T>
-inline void dots(const T* const* x, const T* w, int64_t K, float* out) {
-  Vec acc[R][2] = {};
+// Sums of P vectors, P a power of two of at most 16, each in the same order whatever P is: halves, then quarters, and
+// so on. Two vectors become one in each step, so that 16 sums cost hardly more than one.
+template <int P>
+inline Vec sums(const Vec* x) {
+  Vec a[16], b[16];
+  const auto above = [](int count) { return count > 1 ? count / 2 : 1; };
+  int count = P;
+  const auto fold = [&](const Vec* from, Vec* to, auto step) {
+    for (int i = 0; i < above(count); ++i) {
+      const Vec one = from[2 * i < count ? 2 * i : 0], two = from[2 * i + 1 < count ? 2 * i + 1 : 0];
+      to[i] = step(one, two);
+    }
+    count = above(count);
+  };
+  fold(x, a, [](Vec p, Vec q) {
+    return __builtin_shufflevector(p, q, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           __builtin_shufflevector(p, q, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  });
+  fold(a, b, [](Vec p, Vec q) {
+    return __builtin_shufflevector(p, q, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           __builtin_shufflevector(p, q, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  });
+  fold(b, a, [](Vec p, Vec q) {
+    return __builtin_shufflevector(p, q, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+           __builtin_shufflevector(p, q, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+  });
+  fold(a, b, [](Vec p, Vec q) {
+    return __builtin_shufflevector(p, q, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+           __builtin_shufflevector(p, q, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  });
+  return b[0];
+}
+
+constexpr int power_above(int x) { return x <= 1 ? 1 : 2 * power_above((x + 1) / 2); }
+
+// out[r * N + n] = x[r] . w[n], in an order that depends on K alone. What comes kAhead bytes later is fetched meanwhile:
+// tiles follow each other front to back.
+template <int R, int N, typename T>
+inline void tile(const T* const* x, const T* w, int64_t K, float* out) {
+  constexpr int P = power_above(R * N);
+  Vec acc[P] = {};
   int64_t k = 0;
-  for (; k + 2 * kPair <= K; k += 2 * kPair) {
-    const auto first = load(w + k), second = load(w + k + kPair);
+  for (; k + kPair <= K; k += kPair) {
+    decltype(load(w)) weight[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      weight[n] = load(w + n * K + k);
+      for (int64_t line = 0; line < int64_t(kPair * sizeof(T)); line += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(w + n * K + k) + kAhead + line, 0, 2);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      acc[r][0] = add_product(acc[r][0], load(x[r] + k), first);
-      acc[r][1] = add_product(acc[r][1], load(x[r] + k + kPair), second);
+      const auto row = load(x[r] + k);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) acc[r * N + n] = add_product(acc[r * N + n], row, weight[n]);
     }
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-    float rest = 0;
-    for (int64_t i = k; i < K; ++i) rest += one(x[r][i]) * one(w[i]);
-    out[r] = sum(acc[r][0] + acc[r][1]) + rest;
+  const Vec total = sums<P>(acc);
+#pragma GCC unroll 16
+  for (int i = 0; i < R * N; ++i) out[i] = total[i];
+  if (k < K)
+    for (int r = 0; r < R; ++r)
+      for (int n = 0; n < N; ++n) {
+        float rest = 0;
+        for (int64_t i = k; i < K; ++i) rest += one(x[r][i]) * one(w[n * K + i]);
+        out[r * N + n] += rest;
+      }
+}
+
+// take(row, output, value) for R rows against the weights [first, stop) of w [.., K]. As many outputs at a time as there
+// are registers for: each row is then loaded once for all of them.
+template <int R, typename T, typename Take>
+inline void rows_product(const T* const* x, int64_t row, const T* w, int64_t first, int64_t stop, int64_t K,
+                         Take take) {
+  constexpr int N = R <= 4 ? 4 : 2;
+  float out[R * N];
+  int64_t n = first;
+  for (; n + N <= stop; n += N) {
+    tile<R, N>(x + row, w + n * K, K, out);
+    for (int r = 0; r < R; ++r)
+      for (int j = 0; j < N; ++j) take(row + r, n + j, out[r * N + j]);
+  }
+  for (; n < stop; ++n) {
+    tile<R, 1>(x + row, w + n * K, K, out);
+    for (int r = 0; r < R; ++r) take(row + r, n, out[r]);
   }
 }
 
-template <typename T>
-__attribute__((noinline)) void dots(int rows, const T* const* x, const T* w, int64_t K, float* out) {
-  switch (rows) {
-    case 1: return dots<1>(x, w, K, out);
-    case 2: return dots<2>(x, w, K, out);
-    case 3: return dots<3>(x, w, K, out);
-    case 4: return dots<4>(x, w, K, out);
-    case 5: return dots<5>(x, w, K, out);
-    case 6: return dots<6>(x, w, K, out);
-    case 7: return dots<7>(x, w, K, out);
-    default: return dots<kRows>(x, w, K, out);
-  }
-}
-
-// take(row, output, value) for all rows against the weights [first, stop) of w [.., K].
+// The same for any number of rows.
 template <typename T, typename Take>
 inline void product(const T* const* x, int64_t rows, const T* w, int64_t first, int64_t stop, int64_t K, Take take) {
-  for (int64_t n = first; n < stop; ++n)
-    for (int64_t r = 0; r < rows; r += kRows) {
-      const int some = int(std::min<int64_t>(kRows, rows - r));
-      float out[kRows];
-      dots(some, x + r, w + n * K, K, out);
-      for (int j = 0; j < some; ++j) take(r + j, n, out[j]);
+  for (int64_t r = 0; r < rows; r += kRows) switch (std::min<int64_t>(kRows, rows - r)) {
+      case 1: rows_product<1>(x, r, w, first, stop, K, take); break;
+      case 2: rows_product<2>(x, r, w, first, stop, K, take); break;
+      case 3: rows_product<3>(x, r, w, first, stop, K, take); break;
+      case 4: rows_product<4>(x, r, w, first, stop, K, take); break;
+      case 5: rows_product<5>(x, r, w, first, stop, K, take); break;
+      case 6: rows_product<6>(x, r, w, first, stop, K, take); break;
+      case 7: rows_product<7>(x, r, w, first, stop, K, take); break;
+      default: rows_product<kRows>(x, r, w, first, stop, K, take);
     }
 }
 
@@ -127,7 +183,7 @@ void linear(int64_t M, int64_t N, int64_t K, const T* x, const T* w, T* out) {
   std::vector<const T*> rows(M);
   for (int64_t m = 0; m < M; ++m) rows[m] = x + m * K;
   const int64_t tasks = (N + kBlock - 1) / kBlock;
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(dynamic)
   for (int64_t task = 0; task < tasks; ++task)
     product(rows.data(), M, w, task * kBlock, std::min(N, (task + 1) * kBlock), K,
             [&](int64_t m, int64_t n, float value) { put(value, out + m * N + n); });
@@ -160,7 +216,7 @@ void experts(int64_t tokens, int64_t A, int64_t E, int64_t D, int64_t I, const T
 #pragma omp parallel
   {
     std::vector<float> gates(pairs * kBlock), parts(pairs * kBlock);
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < tasks; ++task) {
       const Group& group = groups[task / inner_blocks];
       const int64_t first = task % inner_blocks * kBlock, stop = std::min(I, first + kBlock);
@@ -174,7 +230,7 @@ void experts(int64_t tokens, int64_t A, int64_t E, int64_t D, int64_t I, const T
                 put(active * rounded<T>(value), inner.data() + (group.first + r) * I + i);
               });
     }
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic)
     for (int64_t block = 0; block < blocks; ++block) {
       const int64_t first = block * kBlock, stop = std::min(D, first + kBlock);
       for (const Group& group : groups)
@@ -189,6 +245,87 @@ void experts(int64_t tokens, int64_t A, int64_t E, int64_t D, int64_t I, const T
           put(total, out + t * D + d);
         }
     }
+  }
+}
+
+// Root-mean-square norm of each row, rounded, then times the weight, rounded again.
+template <typename T>
+void norm(int64_t M, int64_t D, const T* x, const T* w, float eps, T* out) {
+  for (int64_t m = 0; m < M; ++m, x += D, out += D) {
+    Vec squares = {};
+    int64_t i = 0;
+    for (; i + kLanes <= D; i += kLanes)
+      for (int j = 0; j < kLanes; ++j) squares[j] += one(x[i + j]) * one(x[i + j]);
+    float rest = 0;
+    for (; i < D; ++i) rest += one(x[i]) * one(x[i]);
+    const float factor = 1.0f / std::sqrt((sums<1>(&squares)[0] + rest) / float(D) + eps);
+    for (i = 0; i < D; ++i) put(rounded<T>(one(x[i]) * factor) * one(w[i]), out + i);
+  }
+}
+
+// Queries, keys and values out of rows of one projection: the first 2 * half channels of queries and keys rotated,
+// channel j with j + half; values times `scale`.
+struct Split {
+  int64_t rows, num_heads, num_kv_heads, qk_dim, v_dim, half;
+};
+
+template <typename T>
+void turn(const Split& s, const T* x, const float* cos, const float* sin, float scale, T* q, T* k, T* v) {
+  const int64_t H = s.qk_dim, num_values = s.num_kv_heads * s.v_dim;
+  for (int64_t m = 0; m < s.rows; ++m, cos += s.half, sin += s.half) {
+    for (int64_t n = 0; n < s.num_heads + s.num_kv_heads; ++n, x += H) {
+      T*& to = n < s.num_heads ? q : k;
+      for (int64_t i = 0; i < s.half; ++i) {
+        const float low = one(x[i]), high = one(x[s.half + i]);
+        put(low * cos[i] - high * sin[i], to + i);
+        put(high * cos[i] + low * sin[i], to + s.half + i);
+      }
+      std::copy(x + 2 * s.half, x + H, to + 2 * s.half);
+      to += H;
+    }
+    for (int64_t i = 0; i < num_values; ++i) put(one(x[i]) * scale, v + i);
+    x += num_values;
+    v += num_values;
+  }
+}
+
+// Each token's A best experts by score and bias, the best first, and their weights by score alone.
+struct Routing {
+  int64_t tokens, A, E, D;
+  int32_t is_rounded, is_normed;  // operands to bf16; weights by their sum
+  float scale;
+};
+
+template <typename T>
+void route(const Routing& g, const T* x, const float* w, const float* bias, int64_t* choice, float* weight) {
+  std::vector<float> rows(g.tokens * g.D), rounded_w, scores(g.tokens * g.E), ranks(g.E);
+  const auto operand = [&](float value) { return g.is_rounded ? rounded<Bf16>(value) : value; };
+  for (int64_t i = 0; i < g.tokens * g.D; ++i) rows[i] = operand(one(x[i]));
+  if (g.is_rounded) {
+    rounded_w.resize(g.E * g.D);
+    for (int64_t i = 0; i < g.E * g.D; ++i) rounded_w[i] = operand(w[i]);
+    w = rounded_w.data();
+  }
+  std::vector<const float*> row_at(g.tokens);
+  for (int64_t t = 0; t < g.tokens; ++t) row_at[t] = &rows[t * g.D];
+  product(row_at.data(), g.tokens, w, 0, g.E, g.D,
+          [&](int64_t t, int64_t e, float value) { scores[t * g.E + e] = 1.0f / (1.0f + std::exp(-value)); });
+  for (int64_t t = 0; t < g.tokens; ++t, choice += g.A, weight += g.A) {
+    const float* score = &scores[t * g.E];
+    for (int64_t e = 0; e < g.E; ++e) ranks[e] = score[e] + bias[e];
+    float total = 0;
+    for (int64_t a = 0; a < g.A; ++a) {
+      int64_t best = -1;
+      for (int64_t e = 0; e < g.E; ++e) {
+        const bool is_taken = std::find(choice, choice + a, e) != choice + a;
+        // What is not a number must still be some expert.
+        if (!is_taken && (best < 0 || ranks[e] > ranks[best])) best = e;
+      }
+      choice[a] = best;
+      weight[a] = score[best];
+      total += score[best];
+    }
+    for (int64_t a = 0; a < g.A; ++a) weight[a] = (g.is_normed ? weight[a] / (total + 1e-20f) : weight[a]) * g.scale;
   }
 }
 
@@ -210,4 +347,29 @@ extern "C" void mimo_few_experts(int is_bf16, int64_t tokens, int64_t A, int64_t
   else
     experts(tokens, A, E, D, I, static_cast<const float*>(x), choice, share, static_cast<const float*>(gate_up),
             static_cast<const float*>(down), static_cast<float*>(out));
+}
+
+extern "C" void mimo_few_norm(int is_bf16, int64_t M, int64_t D, float eps, const void* x, const void* w, void* out) {
+  if (is_bf16)
+    norm(M, D, static_cast<const Bf16*>(x), static_cast<const Bf16*>(w), eps, static_cast<Bf16*>(out));
+  else
+    norm(M, D, static_cast<const float*>(x), static_cast<const float*>(w), eps, static_cast<float*>(out));
+}
+
+extern "C" void mimo_few_turn(int is_bf16, const Split* s, float scale, const void* x, const float* cos,
+                              const float* sin, void* q, void* k, void* v) {
+  if (is_bf16)
+    turn(*s, static_cast<const Bf16*>(x), cos, sin, scale, static_cast<Bf16*>(q), static_cast<Bf16*>(k),
+         static_cast<Bf16*>(v));
+  else
+    turn(*s, static_cast<const float*>(x), cos, sin, scale, static_cast<float*>(q), static_cast<float*>(k),
+         static_cast<float*>(v));
+}
+
+extern "C" void mimo_few_route(int is_bf16, const Routing* g, const void* x, const float* w, const float* bias,
+                               int64_t* choice, float* weight) {
+  if (is_bf16)
+    route(*g, static_cast<const Bf16*>(x), w, bias, choice, weight);
+  else
+    route(*g, static_cast<const float*>(x), w, bias, choice, weight);
 }

@@ -191,7 +191,7 @@ template <int R, typename T>
 inline void attend(const Shape& s, const float* q, const T* const* key, const T* const* value, int64_t t0, int count,
                    const int64_t* first, const int64_t* last, float* acc, float* maximum, float* total,
                    const T* const* next_key, const T* const* next_value, int next_count) {
-  constexpr int C = R <= 2 ? 4 : R == 4 ? 2 : 1;
+  constexpr int C = R <= 2 ? 4 : R <= 6 ? 2 : 1;
   alignas(64) float prob[R * kBlock];
   const Vec hidden = Vec{} - kInfinity;
   for (int r = 0; r < R; ++r) store(prob + r * kBlock, hidden);
@@ -272,7 +272,9 @@ void run_split(const Shape& s, const Run& run, int64_t skip, const float* q, con
         }
       };
       some_rows(std::integral_constant<int, 8>());
+      some_rows(std::integral_constant<int, 6>());
       some_rows(std::integral_constant<int, 4>());
+      some_rows(std::integral_constant<int, 3>());
       some_rows(std::integral_constant<int, 2>());
       some_rows(std::integral_constant<int, 1>());
       for (int t = 0; t < count; ++t) key[now][t] += H, value[now][t] += V;

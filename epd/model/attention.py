@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from epd.kernels.base import AttentionContext
+from epd.kernels.few_rows import few_rows_kernel
 from epd.model.config import LayerConfig, TextConfig
 from epd.model.packed import linear
 from epd.model.rope import Rotation, rotate
@@ -22,6 +23,8 @@ class RMSNorm(nn.Module):
         self._eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == 2 and (kernel := few_rows_kernel(x, self.weight)) is not None:
+            return kernel.norm(x, self.weight, self._eps)
         normed = F.rms_norm(x.float(), (x.shape[-1],), eps=self._eps)
         return normed.to(x.dtype) * self.weight
 
@@ -50,12 +53,20 @@ class Attention(nn.Module):
 
     def forward(self, hidden_TD: Tensor, table: Rotation, context: AttentionContext) -> Tensor:
         """Return [T, D]. `table` is the rotation of the layer's own theta at the tokens' positions."""
+        q_TNH, k_TKH, v_TKV = self._turned(linear(hidden_TD, self.qkv_proj), table)
+        out_TNV = context.attend(self._spec, q_TNH, k_TKH, v_TKV, self.sink)
+        return linear(out_TNV.flatten(1), self.o_proj)
+
+    def _turned(self, qkv: Tensor, table: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [T, N, H] and keys [T, K, H], rotated, and scaled values [T, K, V]."""
         layer = self.layer
+        if (kernel := few_rows_kernel(qkv)) is not None:
+            heads, widths = (layer.num_heads, layer.num_kv_heads), (layer.qk_dim, layer.v_dim)
+            return kernel.turn(qkv, table, heads, widths, self._value_scale)
         num_qk = layer.num_heads + layer.num_kv_heads
-        qk, v = torch.split(linear(hidden_TD, self.qkv_proj), [num_qk * layer.qk_dim, layer.qkv_rows[2]], dim=-1)
+        qk, v = torch.split(qkv, [num_qk * layer.qk_dim, layer.qkv_rows[2]], dim=-1)
         turned = rotate(torch.unflatten(qk, -1, (num_qk, layer.qk_dim)), table)
         q_TNH, k_TKH = torch.split(turned, [layer.num_heads, layer.num_kv_heads], dim=1)
         # Scaled here, once: caches hold the scaled value.
         v_TKV = torch.unflatten(v, -1, (layer.num_kv_heads, layer.v_dim)) * self._value_scale
-        out_TNV = context.attend(self._spec, q_TNH, k_TKH, v_TKV, self.sink)
-        return linear(out_TNV.flatten(1), self.o_proj)
+        return q_TNH, k_TKH, v_TKV

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from epd.kernels.cuda_experts import static_experts, static_obstacle
 from epd.kernels.experts import sorted_experts, swiglu
-from epd.kernels.few_rows import can_take, load_few_rows
+from epd.kernels.few_rows import can_take, few_rows_kernel, load_few_rows
 from epd.model.config import MoeConfig
 from epd.model.packed import linear
 
@@ -119,6 +119,18 @@ class Moe(nn.Module):
         The correction bias decides who is chosen and has no part in the weights.
         """
         config = self._config
+        bias_E = self.correction_bias
+        is_plain = config.num_groups == 1 and self.router.dtype == torch.float32 == bias_E.dtype
+        if is_plain and self.router.is_contiguous() and (kernel := few_rows_kernel(hidden_TD)) is not None:
+            return kernel.route(
+                hidden_TD,
+                self.router,
+                bias_E,
+                config.num_experts_per_token,
+                is_rounded=config.router_dtype == "bfloat16",
+                is_normed=config.norm_topk_prob,
+                scale=config.routed_scaling_factor,
+            )
         score_TE = self._scores(hidden_TD)
         choice_TE = score_TE.detach() + self.correction_bias
         if config.num_groups > 1:

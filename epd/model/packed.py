@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from epd.kernels.few_rows import MAX_ROWS, can_take, load_few_rows
+from epd.kernels.few_rows import few_rows_kernel
 from epd.kernels.quantized import dequantize_fp8, dequantize_mxfp4
 
 
@@ -91,7 +91,7 @@ class PackedMatrix(nn.Module):
 def linear(x_TC: Tensor, weight: Tensor | nn.Module) -> Tensor:
     """Return `x @ weight.T`, [T, R], computed in the dtype of `x` however the weight is stored."""
     if isinstance(weight, Tensor):
-        if len(x_TC) <= MAX_ROWS and can_take(x_TC, weight) and (kernel := load_few_rows()) is not None:
+        if (kernel := few_rows_kernel(x_TC, weight)) is not None:
             return kernel.linear(x_TC, weight)
         # Under autocast operands differ in dtype and the product is left to it.
         same = weight.dtype == x_TC.dtype or torch.is_autocast_enabled(x_TC.device.type)
