@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SPEED_PACKAGES = ("torch", "transformers")
 """Whose versions matter for the figures."""
 _CONTEXT = 1024
-_STEPS = 32
+_STEPS = 12
 _PROMPT = 4096
 _CHUNK_TOKENS = 2048
 _CHECKED_TOKENS = 48
@@ -86,7 +86,7 @@ def _prefill(setting: Setting, bars: Bars) -> Iterator[Contest]:
         bars.begin("kv.prefill_4k: choosing transformers' experts", 1)
         # By a part of the prompt: experts cost the same for every token, and attention is not what is compared.
         part = prompts.take()[: length // 4]
-        experts = fastest_experts(theirs, names, lambda: theirs.prefill([part]), tries=2)
+        experts = fastest_experts(theirs, names, lambda: theirs.prefill([part]), tries=1)
         rates = _Rates(length)
         _first_token(trial, prompts.take())
         products = length * model.products_per_token() + model.attention_products(length)
@@ -117,7 +117,7 @@ def _decode(setting: Setting, bars: Bars, *, batch: int) -> Iterator[Contest]:
                     generation.step()
             return watch.elapsed_s
 
-        experts = fastest_experts(theirs, EXPERTS, lambda: theirs_run(max(2, steps // 8)), tries=2)
+        experts = fastest_experts(theirs, EXPERTS, lambda: theirs_run(2), tries=1)
         rates = _Rates(batch * steps)
         ours_run = partial(_decoding_s, trial, prompts, steps)
         ours_run()

@@ -18,7 +18,8 @@ constexpr int kLanes = 16;
 constexpr int kPair = 2 * kLanes;
 constexpr int kRows = 8;        // rows of x that share a weight in registers
 constexpr int64_t kBlock = 64;  // outputs per task: long runs of memory, and work for many threads
-constexpr int64_t kAhead = 4096;  // bytes
+// Bytes: by measurement, 8 to 16 KiB ahead into the second cache reads more than twice as fast as no fetching at all.
+constexpr int64_t kAhead = 12288;
 
 typedef float Vec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 typedef uint32_t Bits __attribute__((vector_size(4 * kLanes), aligned(2), may_alias));

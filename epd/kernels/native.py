@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import mmap
 import os
 import platform
 import shutil
@@ -18,6 +19,7 @@ from pathlib import Path
 
 _FLAGS = ("-O3", "-std=c++17", "-march=native", "-fopenmp", "-fPIC")
 _COMPILE_TIMEOUT_S = 300.0
+_HUGE_PAGE_BYTES = 2 << 20
 
 
 def load_library(source: Path) -> ctypes.CDLL | str:
@@ -30,6 +32,22 @@ def load_library(source: Path) -> ctypes.CDLL | str:
     except (OSError, subprocess.SubprocessError) as error:
         stderr = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
         return f"the kernel could not be built with {compiler}: {error} {stderr}".strip()
+
+
+def prefer_huge_pages(address: int, size_bytes: int) -> bool:
+    """Ask the system to back this memory, which nobody has written to yet, by huge pages; whether it agreed.
+
+    Weights are read once per step, far more of them than any table of pages knows: with huge pages, reading them is up
+    to a quarter faster. Only whole huge pages inside the memory are asked for.
+    """
+    start = -(-address // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    stop = (address + size_bytes) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is None or stop <= start:
+        return False
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return bool(madvise(start, stop - start, advice) == 0)
 
 
 def _built(compiler: str, source: Path) -> Path:

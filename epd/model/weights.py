@@ -28,6 +28,7 @@ from encoder.checkpoint import (
 )
 from epd.config import QkvLayout, WeightStorage
 from epd.kernels.few_rows import load_few_rows
+from epd.kernels.native import prefer_huge_pages
 from epd.kernels.quantized import dequantize_fp8, dequantize_mxfp4
 from epd.model.config import TextConfig
 from epd.model.hybrid import HybridModel
@@ -236,6 +237,8 @@ def _allocate(
             if old not in made:
                 is_matrix = old.dim() > 1 and (module, attribute) not in routers
                 new = torch.empty(old.shape, dtype=matrix_dtype if is_matrix else old.dtype, device=device)
+                if new.device.type == "cpu":
+                    prefer_huge_pages(new.data_ptr(), new.nbytes)
                 made[old] = nn.Parameter(new) if isinstance(old, nn.Parameter) else new
             setattr(module, attribute, made[old])
 
