@@ -335,11 +335,13 @@ class SequencePages:
                 return
 
     def _anchor(self, start: int, stop: int) -> None:
-        """Keep the windows of published row pages [start, stop), as far as the row still has them."""
-        first = max(0, start - self.window_start)
-        self._ledger.anchored.update(
-            self.window_pages[first : max(0, min(stop, self._num_published) - self.window_start)]
-        )
+        """Keep the windows of row pages [start, stop), as far as the row still has them and the tree holds them.
+
+        Windows that were reopened and never committed are the sequence's own, though their full pages are published.
+        """
+        first, end = max(0, start - self.window_start), max(0, min(stop, self._num_published) - self.window_start)
+        owner = self._ledger.pool.window.owner
+        self._ledger.anchored.update(page for page in self.window_pages[first:end] if owner(page) is PageOwner.TREE)
 
     def _let_go(self, frontier: int) -> None:
         """Give up the row's windows below page `frontier`."""

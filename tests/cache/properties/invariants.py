@@ -287,7 +287,7 @@ class InsertThenMatch(Invariant):
         self._found(world, run, run.pages.num_committed_tokens, run.pages.window_start)
 
     def on_end(self, world: World, run: Run, before: Before, aborted: bool) -> None:
-        if not aborted:
+        if not aborted and not run.is_reopened:
             self._found(world, run, before.num_committed, before.window_start)
 
     def _found(self, world: World, run: Run, num_tokens: int, window_start: int) -> None:

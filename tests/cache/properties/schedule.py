@@ -48,14 +48,16 @@ class Op(IntEnum):
     EVICT = 13
     CONDEMN = 14
     CLEAR = 15
+    REOPEN = 16
+    """Windows are opened for pages a run has published, or a lease holds, and the run ends before they are committed."""
 
 
 # How many of 256 byte values mean each step. What is rare here would leave nothing to look at if it were frequent.
 _SHARES = {
-    Op.NOTHING: 4,
+    Op.NOTHING: 2,
     Op.BEGIN: 34,
     Op.AGAIN: 18,
-    Op.ADVANCE: 66,
+    Op.ADVANCE: 60,
     Op.SPECULATE: 14,
     Op.REJECT: 8,
     Op.FINISH: 20,
@@ -68,6 +70,7 @@ _SHARES = {
     Op.EVICT: 18,
     Op.CONDEMN: 2,
     Op.CLEAR: 2,
+    Op.REOPEN: 8,
 }
 _OPS = [op for op, share in _SHARES.items() for _ in range(share)]
 assert len(_OPS) == 256

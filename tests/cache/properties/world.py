@@ -84,6 +84,8 @@ class Run:
     """What it published is hidden, and so is what it will publish."""
     was_handed: bool = False
     """Its windows were written for pages it had leased, so it has none before those."""
+    is_reopened: bool = False
+    """Windows were opened anew and not committed: what the row gave up for them may be gone."""
     reach_tokens: int = 0
     """The most room it ever asked for beyond its committed tokens: chunk and drafts, or what was healed."""
     chain: PageKeyChain | None = None
@@ -395,6 +397,19 @@ class World:
                 self.extend(run, num_tokens, frontier)
         self.commit(run, num_tokens)
 
+    def _reopen(self, step: Step) -> None:
+        """As healing that is given up: what was opened, once or twice, never gets a commit."""
+        run = self._run(step) if step.c % 2 else None
+        if run is None:
+            run = self.begin(self.texts[step.a % len(self.texts)], full_only=True)
+            run.was_handed = True
+        num_tokens = run.pages.num_committed_tokens + step.b // 8 % (self.page_size + 2)
+        first = step.b % (run.pages.num_published_pages + 1)
+        run.is_reopened = True
+        if self.extend(run, num_tokens, first) and step.c // 2 % 2:
+            self.extend(run, num_tokens, step.c // 8 % (run.pages.num_published_pages + 1))
+        self.end_run(run, aborted=step.c // 4 % 4 == 0)
+
     def _serve(self, step: Step) -> None:
         text = self._prompt(step)
         run = self.begin(text)
@@ -499,6 +514,7 @@ class World:
         Op.EVICT: _evict,
         Op.CONDEMN: _condemn,
         Op.CLEAR: _clear,
+        Op.REOPEN: _reopen,
     }
 
 
