@@ -11,8 +11,9 @@ COPY configs configs
 RUN python -m venv /opt/mimo && /opt/mimo/bin/pip install --no-cache-dir .
 
 FROM python:3.11-slim
-# libgomp1: torch's OpenMP runtime. The media libraries ship inside their wheels.
-RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 && rm -rf /var/lib/apt/lists/* \
+# libgomp1: torch's OpenMP runtime. g++ compiles the CPU kernels for the processor they find. The media libraries ship
+# inside their wheels.
+RUN apt-get update && apt-get install -y --no-install-recommends g++ libgomp1 && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home mimo
 COPY --from=build /opt/mimo /opt/mimo
 ENV PATH=/opt/mimo/bin:$PATH
