@@ -11,11 +11,13 @@ name and the allowed ones; nothing is accepted and ignored.
 
 import json
 import os
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -33,6 +35,9 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 ENV_PREFIX = "MIMO_"
 # Of scripts/check, of the tests, and of cli.models: no settings of a deployment.
 _NOT_SETTINGS = ("MIMO_VENV", "MIMO_TEST_EFFORT", "MIMO_CACHE_DIR")
+
+# Types of settings, for people.
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", Path: "a path", tuple: "a list of texts"}
 
 SettingsT = TypeVar("SettingsT")
 
@@ -142,14 +147,17 @@ def _convert(section: str, owner: type[Any], values: Mapping[str, Any]) -> dict[
         try:
             converted[key] = msgspec.convert(value, hints[key], strict=False, dec_hook=_dec_hook)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"{section}.{key} is {value!r}: {error}{_choices(hints[key])}") from error
+            raise ConfigError(f"{section}.{key} is {value!r}; allowed: {_allowed(hints[key])}") from error
     return converted
 
 
-def _choices(hint: Any) -> str:
-    """What a setting of few values may be, as the end of a sentence."""
-    literals = [kind for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal]
-    return f"; allowed: {', '.join(str(value) for kind in literals for value in get_args(kind))}" if literals else ""
+def _allowed(hint: Any) -> str:
+    """What a setting may be, as the end of a sentence."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    literals = [str(value) for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+    others = [_WORDS.get(get_origin(kind) or kind) for kind in kinds if get_origin(kind) is not Literal]
+    words = [*([", ".join(literals)] if literals else []), *(word for word in others if word is not None)]
+    return f"{' or '.join(words)}{', or leave it out' if type(None) in kinds else ''}"
 
 
 def build(section: str, owner: type[SettingsT], values: Mapping[str, Any], **derived: Any) -> SettingsT:
@@ -286,10 +294,14 @@ def load(
     def engines(stage: str, role: Role) -> tuple[EngineConfig, ...]:
         # Converted one by one, so that an error names the section that holds the value.
         shared = _convert("engine", EngineConfig, settings.get("engine", {}))
-        values = shared | _convert(stage, EngineConfig, without_replicas(settings.get(stage, {})))
-        return tuple(
-            build(stage, EngineConfig, values, role=role, name=f"{stage}-{i}", **model) for i in range(counts[stage])
-        )
+        own = _convert(stage, EngineConfig, without_replicas(settings.get(stage, {})))
+        try:
+            return tuple(
+                build(stage, EngineConfig, shared | own, role=role, name=f"{stage}-{i}", **model)
+                for i in range(counts[stage])
+            )
+        except ConfigError as error:
+            raise ConfigError(named_by_section(str(error), stage, own)) from error
 
     gateway = build(
         "gateway",
@@ -352,6 +364,13 @@ def fetch_policy(values: Mapping[str, Any]) -> FetchPolicy:
         if not root.is_dir():
             raise ConfigError(f"fetch.media_roots (--media-root) names {root}, which is not a directory")
     return policy
+
+
+def named_by_section(message: str, stage: str, own: Collection[str]) -> str:
+    """A message about `engine.KEY`, with the section that sets it: the stage's where the key is among its `own`."""
+    for key in own:
+        message = re.sub(rf"\bengine\.{key}\b", f"{stage}.{key}", message)
+    return message
 
 
 def without_replicas(values: Mapping[str, Any]) -> dict[str, Any]:

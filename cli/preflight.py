@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cli.load import ConfigError, ServeConfig
+from cli.load_workers import check_workers
 from encoder.checkpoint import CheckpointError
 from epd import Findings, Renderer, inspect_checkpoint
 from preprocess.ranges import printable
@@ -26,7 +27,8 @@ DIFFERENCES = {
 
 
 def check_deployment(config: ServeConfig) -> None:
-    """Raises ConfigError with everything that is wrong with the checkpoint of a deployment."""
+    """Raises ConfigError with everything that is wrong with the checkpoint of a deployment, or with what its workers
+    are to do with it."""
     is_plain = any(engine.qkv_layout == "plain" for engine in config.prefill + config.decode)
     try:
         inspection = inspect_checkpoint(config.model_dir, qkv_layout="plain" if is_plain else "interleaved")
@@ -43,6 +45,7 @@ def check_deployment(config: ServeConfig) -> None:
         raise ConfigError("\n".join([*lines, *([] if unusable is None else [unusable])]))
     if unusable is not None:
         raise ConfigError(unusable)
+    check_workers(config, num_held=inspection.inventory.num_mtp_layers)
 
 
 def unservable(model_dir: Path) -> str | None:

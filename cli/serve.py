@@ -20,6 +20,7 @@ from cli.arena import arena_name, host_arena
 from cli.greet import greet_encoder
 from cli.load import BUILTIN_MODELS, MODES, ConfigError, ServeConfig, as_json
 from cli.load_role import EncoderDeployment, given_role, load_any
+from cli.load_workers import check_workers
 from cli.preflight import check_deployment
 from cli.runtime import run_directory
 from cli.stage import EncoderStage, FrontStage, GatewayStage, Stage, WorkerStage
@@ -116,6 +117,8 @@ def serve(
         with run_directory() as runtime_dir:
             resolved = load_any(runtime_dir=runtime_dir, file=config, flags=flags)
             if print_config:
+                if isinstance(resolved, ServeConfig):
+                    check_workers(resolved)
                 typer.echo(as_json(resolved))
                 return
             if isinstance(resolved, EncoderDeployment):

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from epd.cache.victims import make_policy
     from epd.engine.heal_cost import HealCost, heal_cost
     from epd.engine.heal_rows import ring_pages
+    from epd.engine.sizing import WorkerPlan, count_heads, plan_worker, text_config
     from epd.engine.trial import EngineTrial, TrialFailed
     from epd.engine.worker import REFUSALS, EngineThread, run_worker
     from epd.gateway.app import create_app, start_gateway
@@ -47,6 +48,8 @@ __all__ = [
     "SequencePages",
     "TextConfig",
     "TrialFailed",
+    "WorkerPlan",
+    "count_heads",
     "create_app",
     "fetch_limits",
     "heal_cost",
@@ -54,10 +57,12 @@ __all__ = [
     "inspect_checkpoint",
     "make_policy",
     "plan_pools",
+    "plan_worker",
     "ring_pages",
     "run_gateway",
     "run_worker",
     "start_gateway",
+    "text_config",
     "write_random_checkpoint",
 ]
 
@@ -83,6 +88,8 @@ _HOMES = {
     "SequencePages": "epd.cache.sequence_pages",
     "TextConfig": "epd.model.config",
     "TrialFailed": "epd.engine.trial",
+    "WorkerPlan": "epd.engine.sizing",
+    "count_heads": "epd.engine.sizing",
     "create_app": "epd.gateway.app",
     "fetch_limits": "epd.gateway.process",
     "heal_cost": "epd.engine.heal_cost",
@@ -90,10 +97,12 @@ _HOMES = {
     "inspect_checkpoint": "epd.model.checkpoint",
     "make_policy": "epd.cache.victims",
     "plan_pools": "epd.kv.layout",
+    "plan_worker": "epd.engine.sizing",
     "ring_pages": "epd.engine.heal_rows",
     "run_gateway": "epd.gateway.process",
     "run_worker": "epd.engine.worker",
     "start_gateway": "epd.gateway.app",
+    "text_config": "epd.engine.sizing",
     "write_random_checkpoint": "epd.model.random_checkpoint",
 }
 

@@ -3,6 +3,8 @@
 Nothing below this module reads an environment variable or a file of settings.
 """
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -17,8 +19,21 @@ QkvLayout = Literal["auto", "interleaved", "plain"]
 # Which window KV goes first when room is short, see `epd.cache.victims`.
 WindowEviction = Literal["marginal", "tail", "lru"]
 
+# How attention over pages is computed: "auto", and the rows of `epd.kernels.backends.BACKENDS`.
+Attention = Literal["auto", "reference", "cpu", "cpu-torch", "sdpa", "flex", "flashinfer"]
+# Types of device on which some of them do not run.
+_ATTENTION_NEEDS: Mapping[str, str] = {"cpu": "cpu", "cpu-torch": "cpu", "flashinfer": "cuda"}
+
+# What is computed in and KV is stored as, and the bytes of a value.
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
 # More draft heads than this no published model has.
 MAX_DRAFT_TOKENS = 3
+
+# Longer pages or steps than these serve nobody: a page is the least that can be shared, a step what streams wait for.
+MAX_PAGE_SIZE = 1024
+MAX_CHUNK_TOKENS = 1 << 18
+_DEVICE = re.compile(r"cpu(:0)?|cuda(:\d{1,3})?")
 
 
 def _positive(owner: str, **values: float) -> None:
@@ -28,8 +43,17 @@ def _positive(owner: str, **values: float) -> None:
 
 
 def _one_of(key: str, value: object, allowed: tuple[object, ...]) -> None:
+    """None among `allowed` is a setting left out: files have no word for it."""
     if value not in allowed:
-        raise ValueError(f"{key} is {value!r}; allowed: {', '.join(str(choice) for choice in allowed)}")
+        listed = ", ".join(str(choice) for choice in allowed if choice is not None)
+        raise ValueError(f"{key} is {value!r}; allowed: {listed}{', or leave it out' if None in allowed else ''}")
+
+
+def _within(key: str, value: int | None, least: int, most: int | None = None) -> None:
+    """None passes."""
+    if value is None or (value >= least and (most is None or value <= most)):
+        return
+    raise ValueError(f"{key} is {value:,}; allowed: {least:,} {'or more' if most is None else f'to {most:,}'}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,14 +116,26 @@ class EngineConfig:
         _one_of("engine.window_eviction", self.window_eviction, get_args(WindowEviction))
         _one_of("engine.qkv_layout", self.qkv_layout, get_args(QkvLayout))
         _one_of("engine.draft_tokens", self.draft_tokens, (None, *range(MAX_DRAFT_TOKENS + 1)))
+        _one_of("engine.dtype", self.dtype, tuple(DTYPE_BYTES))
+        _one_of("engine.attention", self.attention, get_args(Attention))
+        if _DEVICE.fullmatch(self.device) is None:
+            raise ValueError(f"engine.device is {self.device!r}; allowed: cpu, cuda, cuda:0, cuda:1, ...")
+        needed = _ATTENTION_NEEDS.get(self.attention)
+        if needed is not None and not self.device.startswith(needed):
+            raise ValueError(
+                f"engine.attention is {self.attention!r}, which needs a device of type {needed}; engine.device is "
+                f"{self.device!r}"
+            )
+        _within("engine.page_size", self.page_size, 1, MAX_PAGE_SIZE)
+        _within("engine.chunk_tokens", self.chunk_tokens, 1, MAX_CHUNK_TOKENS)
+        _within("engine.window_left", self.window_left, 0)
+        _within("engine.dense_retention_tokens", self.dense_retention_tokens, 0)
         _positive(
             "engine",
             draft_max_batch_tokens=self.draft_max_batch_tokens,
             threads=self.threads,
-            page_size=self.page_size,
             kv_budget_bytes=self.kv_budget_bytes,
             expected_sequence_tokens=self.expected_sequence_tokens,
-            chunk_tokens=self.chunk_tokens,
             max_running=self.max_running,
             max_waiting=self.max_waiting,
             waiting_credit_tokens_per_s=self.waiting_credit_tokens_per_s,

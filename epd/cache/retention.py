@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from epd.kv.numbers import require_at_least
+
 __all__ = ["RetentionPolicy"]
+
+_LEAST = {
+    0: ("dense_retention_tokens", "retention_stride_tokens", "long_prompt_tokens", "long_stride_tokens"),
+    1: ("tail_pages", "release_interval_tokens", "learning_threshold_tokens"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +34,8 @@ class RetentionPolicy:
     at_chunk_ends: bool = True
     """Keep the boundary at the end of each prefill chunk."""
     tail_pages: int = 1
-    """Pages kept before the window at a prompt's or response's end: 1, or 2 when draft layers drop a page of a hit."""
+    """Pages kept before the window at a prompt's or response's end. 1 is enough for a prompt that is sent again, looked up
+    one boundary before its end, with draft heads and without; with 2 a prompt a page shorter hits as well."""
     release_interval_tokens: int = 1
     """A running sequence lets go of windows behind it once per so many tokens."""
     learns_branches: bool = True
@@ -40,16 +48,12 @@ class RetentionPolicy:
     """How far beyond the usable boundary full pages must have reached for the lookup to be learned from."""
 
     def __post_init__(self) -> None:
-        distances = (
-            self.dense_retention_tokens,
-            self.retention_stride_tokens,
-            self.long_prompt_tokens,
-            self.long_stride_tokens,
-        )
-        if min(distances) < 0:
-            raise ValueError("retention distances must not be negative")
-        if min(self.tail_pages, self.release_interval_tokens, self.learning_threshold_tokens) < 1:
-            raise ValueError("tail_pages, release_interval_tokens and learning_threshold_tokens must be at least 1")
+        for least, names in _LEAST.items():
+            require_at_least(least, **{name: getattr(self, name) for name in names})
+        for name in ("at_chunk_ends", "learns_branches"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} is {value!r}; allowed: True, False")
 
     def learns_from(self, num_usable_tokens: int, num_full_only_tokens: int) -> bool:
         """Whether a lookup with this outcome shows a boundary worth keeping, at `num_full_only_tokens`."""

@@ -1,7 +1,6 @@
 """A worker process: load the model, size the pools, run the loop until told to stop."""
 
 import logging
-import os
 import signal
 import sys
 import threading
@@ -11,10 +10,9 @@ from types import FrameType
 import torch
 
 from epd.cache.prefix import PrefixCache
-from epd.cache.retention import RetentionPolicy
 from epd.cache.victims import make_policy
 from epd.cache.window import num_window_pages
-from epd.config import MAX_DRAFT_TOKENS, EngineConfig
+from epd.config import EngineConfig
 from epd.engine.admission import Limits
 from epd.engine.clock import Clock
 from epd.engine.drafting import DraftPolicy
@@ -27,12 +25,13 @@ from epd.engine.loop import EngineLoop
 from epd.engine.row_source import HostSource
 from epd.engine.runner import Runner
 from epd.engine.scheduler import Scheduler, SchedulerConfig
+from epd.engine.sizing import WorkerPlan, count_heads, plan_worker
 from epd.engine.tokens import count_token_ids
 from epd.kernels.backends import make_backend
 from epd.kernels.base import AttentionBackend
 from epd.kv.dual import DualPool
 from epd.kv.errors import PoolTooSmall
-from epd.kv.layout import KvLayout, PoolPlan, plan_pools
+from epd.kv.layout import KvLayout, PoolPlan
 from epd.kv.storage import KvStorage
 from epd.model.config import TextConfig
 from epd.model.hybrid import HybridModel
@@ -131,10 +130,10 @@ def build_engine(
 ) -> Engine:
     """Everything a worker consists of. `model` saves loading it again where several workers share a process.
 
-    Raises one of REFUSALS: PoolTooSmall naming both numbers when `kv_budget_bytes` is not enough to run at all,
+    Raises one of REFUSALS: PoolTooSmall naming the settings when `kv_budget_bytes` is not enough to run at all,
     ValueError for a setting, the others for a checkpoint that is not there or is damaged.
     """
-    dtype, device = _dtype(config), _device(config)
+    dtype, device = _DTYPES[config.dtype], _device(config)
     if model is None:
         model = load_text_model(
             config.model_dir,
@@ -145,14 +144,16 @@ def build_engine(
             qkv_layout=config.qkv_layout,
             weights=config.weights,
         ).eval()
-    config = replace(config, draft_tokens=_num_heads(config, model))
+    config = replace(config, draft_tokens=count_heads(config, model.num_mtp_layers))
     clock = Clock() if clock is None else clock
-    layout, retention = _layout(model.config, config, dtype), _retention(config)
-    pools = _plan(config, layout, retention)
+    plan = plan_worker(config, model.config, num_heads=config.draft_tokens or 0)
+    layout, pools = plan.layout, plan.pools
+    _log_split(layout, pools)
     has_graphs = _has_graphs(config, device)
     storage = _storage(layout, pools, dtype, device, num_scratch=int(has_graphs))
     attention = make_backend(config.attention, storage, page_size=config.page_size, device_type=device.type)
-    cache = _cache(config, model.config, layout, pools, retention)
+    logger.info('attention over pages: "%s" on %s', attention.name, device)
+    cache = _cache(config, model.config, plan)
     fingerprint = kv_fingerprint(config.model_dir, layout, arithmetic=kv_arithmetic(config))
     identity = _identity(config, model.config, pools)
     feed = EmbeddingFeed(
@@ -185,18 +186,6 @@ def build_engine(
         max_waiting=config.max_waiting,
     )
     return Engine(loop, cache, scheduler, feed, identity)
-
-
-def _num_heads(config: EngineConfig, model: HybridModel) -> int:
-    """Draft heads to run: all there are unless the settings say how many."""
-    num_held = model.num_mtp_layers
-    if config.draft_tokens is None:
-        return min(num_held, MAX_DRAFT_TOKENS)
-    if config.draft_tokens > num_held:
-        raise ValueError(
-            f"engine.draft_tokens is {config.draft_tokens}, {config.model_dir.name} holds {num_held} draft heads"
-        )
-    return config.draft_tokens
 
 
 def _identity(config: EngineConfig, text: TextConfig, pools: PoolPlan) -> WorkerIdentity:
@@ -233,20 +222,8 @@ def _scheduler_config(
     )
 
 
-def _dtype(config: EngineConfig) -> torch.dtype:
-    try:
-        return _DTYPES[config.dtype]
-    except KeyError:
-        raise ValueError(f"engine.dtype is {config.dtype!r}; allowed: {', '.join(_DTYPES)}") from None
-
-
 def _device(config: EngineConfig) -> torch.device:
-    try:
-        device = torch.device(config.device)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ValueError(f"engine.device is {config.device!r}; allowed: cpu, cuda, cuda:0, cuda:1, ...")
+    device = torch.device(config.device)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"engine.device is {config.device!r}, torch sees {torch.cuda.device_count()} CUDA devices here"
@@ -282,10 +259,6 @@ def _storage(
     layout: KvLayout, pools: PoolPlan, dtype: torch.dtype, device: torch.device, *, num_scratch: int
 ) -> KvStorage:
     """The pages of both pools, and `num_scratch` in each that no pool knows of, on top of the budget."""
-    # Linux grants memory that is not there and kills the process once it is used: better to ask first.
-    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if device.type == "cpu" and pools.size_bytes > host_bytes:
-        raise ValueError(f"KV memory of {pools.size_bytes:,} bytes cannot be had: this host has {host_bytes:,}")
     try:
         return KvStorage(
             layout,
@@ -298,28 +271,8 @@ def _storage(
         raise ValueError(f"KV memory of {pools.size_bytes:,} bytes cannot be had on {device}: {error}") from error
 
 
-def _layout(text: TextConfig, config: EngineConfig, dtype: torch.dtype) -> KvLayout:
-    heads = [text.mtp_layer(k) for k in range(config.draft_tokens or 0)]
-    specs = [layer.attention for layer in (*text.layers, *heads)]
-    return KvLayout.from_specs(
-        [spec for spec in specs if not spec.is_window],
-        [spec for spec in specs if spec.is_window],
-        page_size=config.page_size,
-        dtype_bytes=dtype.itemsize,
-    )
-
-
-def _retention(config: EngineConfig) -> RetentionPolicy:
-    return RetentionPolicy(
-        dense_retention_tokens=config.dense_retention_tokens,
-        retention_stride_tokens=config.retention_stride_tokens,
-        release_interval_tokens=config.decode_release_interval_tokens,
-    )
-
-
-def _cache(
-    config: EngineConfig, text: TextConfig, layout: KvLayout, pools: PoolPlan, retention: RetentionPolicy
-) -> PrefixCache:
+def _cache(config: EngineConfig, text: TextConfig, plan: WorkerPlan) -> PrefixCache:
+    layout, pools, retention = plan.layout, plan.pools, plan.retention
     policy = make_policy(
         config.window_eviction,
         window_pages=num_window_pages(layout.window_tokens, config.page_size),
@@ -338,33 +291,15 @@ def _cache(
     )
 
 
-def _plan(config: EngineConfig, layout: KvLayout, retention: RetentionPolicy) -> PoolPlan:
-    """Split the budget and say how; refuse a split in which a single sequence could get stuck."""
-    plan = plan_pools(
-        layout,
-        config.kv_budget_bytes,
-        expected_sequence_tokens=config.expected_sequence_tokens,
-        max_running=config.max_running,
-        chunk_tokens=config.chunk_tokens,
-        retention_stride_tokens=config.retention_stride_tokens,
-        tail_pages=retention.tail_pages,
-    )
-    kept_tokens = layout.window_tokens + config.decode_release_interval_tokens
-    needed_window = -(-kept_tokens // config.page_size) + retention.tail_pages + 2
-    if layout.window_layers and plan.num_window_pages < needed_window:
-        raise PoolTooSmall(
-            f"KV budget of {config.kv_budget_bytes:,} bytes gives {plan.num_window_pages} window pages, one sequence "
-            f"alone needs {needed_window} ({layout.window_tokens} tokens of window, released every "
-            f"{config.decode_release_interval_tokens} tokens, pages of {config.page_size})"
-        )
+def _log_split(layout: KvLayout, pools: PoolPlan) -> None:
+    page_size = layout.page_size
     logger.info(
         "KV: %s bytes as %d full pages (%d tokens, %d bytes each) and %d window pages (%d tokens, %d bytes each)",
-        f"{plan.size_bytes:,}",
-        plan.num_full_pages,
-        plan.num_full_pages * config.page_size,
+        f"{pools.size_bytes:,}",
+        pools.num_full_pages,
+        pools.num_full_pages * page_size,
         layout.full_page_bytes,
-        plan.num_window_pages,
-        plan.num_window_pages * config.page_size,
+        pools.num_window_pages,
+        pools.num_window_pages * page_size,
         layout.window_page_bytes,
     )
-    return plan
