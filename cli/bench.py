@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as TimeLeft
 
-from cli.bench_case import BenchFailed, Case, Result, Setting, run_case
+from cli.bench_case import BenchFailed, Case, Fault, Result, Setting, run_case
+from cli.bench_choice import chosen_cases, runnable_cases
 from cli.bench_machine import Busyness, describe_machine, num_cores
 from cli.bench_report import show, show_cases, write_json, write_plot
 from cli.load import ConfigError
@@ -39,11 +41,15 @@ bench = typer.Typer(
 
 _RUNS = 3
 _PLOT_NEEDS = "matplotlib"
+_PLOT_MODULES = ("matplotlib.figure", "matplotlib.backends.backend_agg")
+_EXTRA = "test"
+"""Brings what cases stand against."""
+_PIPED_WIDTH = 1000
 
 Only = Annotated[
     list[str] | None,
     typer.Option(
-        help="Run this case, or all whose names begin so; may be given several times. A wrong name lists them."
+        help="Run the case of this name, or all that begin so; may be given several times. A wrong name lists them."
     ),
 ]
 Runs = Annotated[int, typer.Option(min=1, help="Rounds per case; results are medians.")]
@@ -51,7 +57,8 @@ Quick = Annotated[
     bool, typer.Option("--quick", help="Tiny inputs, seconds in all: shows that it works, not how fast it is.")
 ]
 Threads = Annotated[
-    int | None, typer.Option(min=1, help="For ours and for the others.", show_default="the cores there are")
+    int | None,
+    typer.Option(min=1, max=num_cores(), help="For ours and for the others.", show_default="the cores there are"),
 ]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write everything found to this file.")
@@ -59,7 +66,9 @@ JsonFile = Annotated[
 PlotFile = Annotated[
     Path | None, typer.Option("--plot", metavar="FILE.png", help="Also draw the ratios; needs matplotlib.")
 ]
-ListCases = Annotated[bool, typer.Option("--list", help="Only tell the cases and what stands against what.")]
+ListCases = Annotated[
+    bool, typer.Option("--list", help="Only tell the cases, all or those of --only, and what stands against what.")
+]
 
 
 @bench.callback()
@@ -153,11 +162,10 @@ def kv(
 
     Example: mimo bench kv --only agent
     """
-    from cli.bench_kv import PACKAGES, kv_cases, left_out
+    from cli.bench_kv import PACKAGES, kv_cases
 
-    missing = left_out()
-    if missing is not None:
-        console.print(f"mimo bench: {missing}", style="yellow", markup=False, soft_wrap=True)
+    if workloads is not None and not workloads.is_dir():
+        raise ConfigError(f"--workloads {workloads}: no such directory")
     asked = _Asked(only or [], runs, quick, threads or num_cores(), json_file, plot, list_cases)
     _bench("kv", kv_cases(workloads), PACKAGES, asked)
 
@@ -177,39 +185,43 @@ class _Asked:
 
 def _bench(group_name: str, cases: Sequence[Case], packages: Sequence[str], asked: _Asked) -> None:
     """Raises ConfigError, or Exit when something went wrong on the way."""
-    if asked.list_cases:
-        show_cases(Console(highlight=False), cases)
-        return
     chosen = chosen_cases(cases, asked.only, group_name)
+    for case in chosen:
+        if case.check is not None:
+            case.check()
+    if asked.list_cases:
+        show_cases(_output(), chosen)
+        return
+    chosen, left_out = runnable_cases(chosen, are_named=bool(asked.only), extra=_EXTRA)
     _check_targets(asked.json_file, asked.plot)
+    if left_out is not None:
+        _complain(left_out, style="yellow")
     setting = Setting(cache_dir=cache_dir(os.environ) / "bench", num_threads=asked.num_threads, quick=asked.quick)
     machine = describe_machine(packages, num_threads=setting.num_threads, quick=asked.quick)
     busyness = Busyness()
-    results, fault = _run_all(chosen, setting, asked.runs)
+    results, faults, interrupted = _run_all(chosen, setting, asked.runs)
     machine["others_cpu_share"] = busyness.others_share()
     quick = ", quick" if asked.quick else ""
-    title = f"mimo bench {group_name}, {setting.num_threads} threads on {machine['cpu']}{quick}"
-    _report(title, machine, results, asked.json_file, asked.plot)
-    if fault is not None:
-        console.print(f"mimo bench: {fault.words}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(fault.exit_code)
+    threads = "1 thread" if setting.num_threads == 1 else f"{setting.num_threads} threads"
+    title = f"mimo bench {group_name}, {threads} on {machine['cpu']}{quick}"
+    _report(title, machine, results, faults, asked)
+    for reason in dict.fromkeys(fault.reason for fault in faults):
+        _complain(f"{', '.join(fault.name for fault in faults if fault.reason == reason)}: {reason}")
+    if interrupted is not None:
+        _complain(f"interrupted; {len(results)} of {len(chosen)} cases were done")
+        raise typer.Exit(interrupted)
+    if faults:
+        raise typer.Exit(1)
 
 
-def chosen_cases(cases: Sequence[Case], named: Sequence[str], group_name: str) -> list[Case]:
-    """The cases of these names, or that begin with them up to an underscore, with or without the group's name in front;
-    all when none is named.
+def _complain(words: str, style: str = "red") -> None:
+    console.print(f"mimo bench: {words}", style=style, markup=False, soft_wrap=True)
 
-    Raises ConfigError listing the names.
-    """
-    names = [case.name for case in cases]
-    wanted: set[str] = set()
-    for name in named:
-        full = name if name.startswith(f"{group_name}.") else f"{group_name}.{name}"
-        found = {full} & set(names) or {other for other in names if other.startswith(f"{full}_")}
-        if not found:
-            raise ConfigError(f"--only names {name!r}; allowed: {', '.join(names)}")
-        wanted |= found
-    return [case for case in cases if not wanted or case.name in wanted]
+
+def _output() -> Console:
+    """Standard output; lines that go to a file or another program are as long as they are."""
+    found = Console(highlight=False)
+    return found if found.is_terminal else Console(highlight=False, width=_PIPED_WIDTH)
 
 
 def _check_targets(json_file: Path | None, plot: Path | None) -> None:
@@ -221,46 +233,58 @@ def _check_targets(json_file: Path | None, plot: Path | None) -> None:
             raise ConfigError(f"{flag} {path} is a directory")
     if plot is not None and plot.suffix.lower() != ".png":
         raise ConfigError(f"--plot {plot}: allowed is a name that ends in .png")
-    if plot is not None and find_spec(_PLOT_NEEDS) is None:
+    if plot is None:
+        return
+    if find_spec(_PLOT_NEEDS) is None:
         raise ConfigError("--plot needs matplotlib: pip install 'mimo-epd[bench]'")
+    try:
+        for module in _PLOT_MODULES:
+            import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"--plot needs matplotlib, which is there and does not load ({error}); "
+            "pip install --force-reinstall 'mimo-epd[bench]'"
+        ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Fault:
-    """What ended the run early."""
-
-    words: str
-    exit_code: int
-
-
-def _run_all(cases: Sequence[Case], setting: Setting, runs: int) -> tuple[list[Result], _Fault | None]:
-    """Results of all cases, or of those before the first fault, and the fault."""
+def _run_all(cases: Sequence[Case], setting: Setting, runs: int) -> tuple[list[Result], list[Fault], int | None]:
+    """Results, cases without one and why, and the exit code of an interruption, which ends the run early."""
     results: list[Result] = []
+    faults: list[Fault] = []
     with terminable(), _bars() as bars:
         for case in cases:
             try:
                 results.append(run_case(case, setting, runs=runs, bars=bars))
-            except (BenchFailed, MediaError, EncoderError, OSError) as error:
-                return results, _Fault(f"{case.name}: {error}", 1)
+            except (BenchFailed, MediaError, EncoderError, ConfigError, OSError) as error:
+                faults.append(Fault(case.name, str(error)))
+            except ImportError as error:
+                package = case.needs or error.name or "a package"
+                words = f"{package} is there and does not load ({error})"
+                faults.append(Fault(case.name, f"{words}; pip install --force-reinstall 'mimo-epd[{_EXTRA}]'"))
             except KeyboardInterrupt as interrupt:
-                words = f"interrupted; {len(results)} of {len(cases)} cases were done"
-                return results, _Fault(words, exit_code(interrupt))
-    return results, None
+                return results, faults, exit_code(interrupt)
+            except Exception as error:  # noqa: BLE001
+                # A fault of ours in one case: the results of the others are kept, and where it was is told.
+                fault = Fault(case.name, f"{type(error).__name__}: {error}")
+                if fault.reason not in {known.reason for known in faults}:
+                    console.print_exception(max_frames=8)
+                faults.append(fault)
+    return results, faults, None
 
 
 def _report(
-    title: str, machine: dict[str, object], results: Sequence[Result], json_file: Path | None, plot: Path | None
+    title: str, machine: dict[str, object], results: Sequence[Result], faults: Sequence[Fault], asked: _Asked
 ) -> None:
-    if not results:
-        return
-    show(Console(highlight=False), results)
     try:
-        if json_file is not None:
-            write_json(json_file, machine, results)
-        if plot is not None:
-            write_plot(plot, title, results)
+        if asked.json_file is not None and (results or faults):
+            write_json(asked.json_file, machine, results, faults)
+        if not results:
+            return
+        show(_output(), results)
+        if asked.plot is not None:
+            write_plot(asked.plot, title, results)
     except OSError as error:
-        console.print(f"mimo bench: cannot write {error.filename}: {error.strerror}", style="red", markup=False)
+        _complain(f"cannot write {error.filename}: {error.strerror}")
         raise typer.Exit(1) from error
 
 

@@ -98,6 +98,18 @@ class Case:
     """Makes or finds the inputs, and sees to it that no contender's first run pays for loading libraries."""
     max_runs: int | None = None
     """For figures that hardly differ between rounds."""
+    check: Callable[[], None] | None = None
+    """Asked before any case runs. Raises ConfigError when what the user wrote for this case cannot be used."""
+    needs: str | None = None
+    """A package that comes with no plain installation. Without it the case is left out, or refused if asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A case without a result."""
+
+    name: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Literal
 
+from cli.bench_case import BenchFailed
 from cli.bench_kv_config import CacheSettings, WorkloadFile
 from cli.bench_kv_sim import Replay, Tally
 from cli.bench_kv_trace import Request, Trace, written
@@ -20,6 +21,7 @@ from epd import (
     DualPool,
     HealCost,
     KvLayout,
+    PoolTooSmall,
     PrefixCache,
     RetentionPolicy,
     TextConfig,
@@ -128,7 +130,7 @@ class Arena:
         return int(share * self.working_set_tokens * self.geometry.single_bytes_per_token)
 
     def num_pages(self, name: str, share: float) -> tuple[int, int]:
-        """Full and window pages that `share` buys a contender that is not infinite."""
+        """Full and window pages that `share` buys a contender that is not infinite. Raises BenchFailed."""
         contender = CONTENDERS[name]
         retention = _retention(self.file.cache, dense=contender.dense)
         return self._num_pages(contender, self.budget_bytes(share), retention)
@@ -171,15 +173,22 @@ class Arena:
             return sum(len(request.keys) + 1 for _, requests in self.sessions for request in requests), 0
         if contender.single_pool:
             return budget_bytes // (layout.full_page_bytes + layout.window_page_bytes), 0
-        plan = plan_pools(
-            layout,
-            budget_bytes,
-            expected_sequence_tokens=self._mean_prompt_tokens,
-            max_running=self.file.server.max_running,
-            chunk_tokens=self.file.server.chunk_tokens,
-            retention_stride_tokens=retention.retention_stride_tokens,
-            tail_pages=retention.tail_pages,
-        )
+        try:
+            plan = plan_pools(
+                layout,
+                budget_bytes,
+                expected_sequence_tokens=self._mean_prompt_tokens,
+                max_running=self.file.server.max_running,
+                chunk_tokens=self.file.server.chunk_tokens,
+                retention_stride_tokens=retention.retention_stride_tokens,
+                tail_pages=retention.tail_pages,
+            )
+        except PoolTooSmall as error:
+            share = budget_bytes / self.budget_bytes(1.0)
+            raise BenchFailed(
+                f"{share:.3g} of the working set of {self.trace.name}.toml is too little: {error}; a larger share in "
+                "budget, smaller max_running or chunk_tokens, or more sessions would do"
+            ) from error
         return plan.num_full_pages, plan.num_window_pages
 
     @cached_property

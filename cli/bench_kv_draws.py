@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+
+from cli.bench_kv_bounds import Factor, Log, Share, Span
 
 __all__ = ["Draws", "LogNormal", "Mixture", "Pareto"]
 
@@ -15,24 +18,28 @@ __all__ = ["Draws", "LogNormal", "Mixture", "Pareto"]
 class LogNormal:
     """By mean and standard deviation of the logarithm."""
 
-    mean: float
-    sd: float
+    mean: Log
+    sd: Annotated[float, Span(0, 4)]
 
 
 @dataclass(frozen=True, slots=True)
 class Pareto:
     """Bounded: low <= x <= high, the share above x falling like x ** -exponent."""
 
-    low: float
-    high: float
-    exponent: float
+    low: Factor
+    high: Factor
+    exponent: Annotated[float, Span(0.01, 20)]
+
+    def __post_init__(self) -> None:
+        if self.high < self.low:
+            raise ValueError(f"high is {self.high:,}; allowed: low, which is {self.low:,}, or more")
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
     """The first with `share`, otherwise the second."""
 
-    share: float
+    share: Share
     first: LogNormal
     second: LogNormal
 

@@ -8,7 +8,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from cli.bench_case import Bars, Case, Contest, Findings, Panel, Setting
+from cli.bench_case import Bars, BenchFailed, Case, Contest, Findings, Panel, Setting
 from cli.bench_kv_config import WORKLOADS, read_workload
 from cli.bench_kv_contest import CONTENDERS, Arena, Geometry
 from cli.bench_kv_sim import Tally
@@ -16,7 +16,7 @@ from cli.bench_kv_sim import Tally
 __all__ = ["hit_cases"]
 
 _PRO, _V25 = "mimo-v2.5-pro", "mimo-v2.5"
-_SWEPT = ("ours", "no healing", "plain LRU, no healing", "no dense, no healing", "single pool")
+_SWEPT = ("ours", "no healing", "plain LRU", "plain LRU, no healing", "no dense, no healing", "single pool")
 _TOLD_OF_V25 = ("ours", "no healing", "plain LRU, no healing", "single pool", "infinite")
 _MIB = 1 << 20
 # What stands against ours, by the end of the case's name.
@@ -45,9 +45,12 @@ def hit_cases(directory: Path) -> tuple[Case, ...]:
 
 @cache
 def _arena(directory: Path, workload: str, model: str, *, quick: bool) -> Arena:
-    """One for all cases of a run, so that nothing is replayed twice."""
-    file = read_workload(workload, directory)
-    return Arena(file, file.trace(quick=quick), Geometry.of(model, file.cache.page_size))
+    """One for all cases of a run, so that nothing is replayed twice. Raises ConfigError, or BenchFailed."""
+    file = read_workload(workload, directory).as_played(quick=quick)
+    trace = file.trace(quick=quick)
+    if not trace.sessions:
+        raise BenchFailed(f"{workload}.toml: no session was drawn; allowed: more sessions, or another seed")
+    return Arena(file, trace, Geometry.of(model, file.cache.page_size))
 
 
 def _case(
@@ -65,6 +68,7 @@ def _case(
 
     @contextmanager
     def opened(setting: Setting, bars: Bars) -> Iterator[Contest]:
+        bars.begin(f"{workload}: drawing sessions", 1)
         arena = _arena(directory, workload, model, quick=setting.quick)
         share = arena.file.budget.headline
         wanted = tells or [who for who in (ours, rival, limit) if who]
@@ -85,12 +89,14 @@ def _case(
         limit=words[limit] if limit else "none",
         open=opened,
         max_runs=1,
+        check=partial(_check, directory, workload),
     )
 
 
 def _capacity_case(directory: Path, workload: str) -> Case:
     @contextmanager
     def opened(setting: Setting, bars: Bars) -> Iterator[Contest]:
+        bars.begin(f"{workload}: drawing sessions", 1)
         arena = _arena(directory, workload, _PRO, quick=setting.quick)
         share = arena.file.budget.headline
         budget_mib = arena.budget_bytes(share) / _MIB
@@ -110,12 +116,14 @@ def _capacity_case(directory: Path, workload: str) -> Case:
         limit="windows cost nothing",
         open=opened,
         max_runs=1,
+        check=partial(_check, directory, workload),
     )
 
 
 def _sweep_case(directory: Path, workload: str) -> Case:
     @contextmanager
     def opened(setting: Setting, bars: Bars) -> Iterator[Contest]:
+        bars.begin(f"{workload}: drawing sessions", 1)
         arena = _arena(directory, workload, _PRO, quick=setting.quick)
         shares = arena.file.budget.sweep
         curves = {who: [(share, _played(arena, who, share, bars)) for share in shares] for who in _SWEPT}
@@ -136,7 +144,12 @@ def _sweep_case(directory: Path, workload: str) -> Case:
         limit=CONTENDERS["infinite"].words,
         open=opened,
         max_runs=1,
+        check=partial(_check, directory, workload),
     )
+
+
+def _check(directory: Path, workload: str) -> None:
+    read_workload(workload, directory)
 
 
 def _played(arena: Arena, who: str, share: float, bars: Bars) -> Tally:

@@ -11,32 +11,30 @@ import heapq
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from cli.bench_case import BenchFailed
+from cli.bench_kv_bounds import Span
 from cli.bench_kv_trace import Request
 from epd import HealCost, NoPages, PrefixCache, PrefixHit, SequencePages, ring_pages
 
 __all__ = ["Replay", "ServerTimes", "Tally"]
+
+Rate = Annotated[float, Span(1, 1_000_000_000)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTimes:
     """How the server's time passes, and how much it does at once."""
 
-    prefill_tokens_per_s: float = 40_000.0
+    prefill_tokens_per_s: Rate = 40_000.0
     """Of the whole server."""
-    decode_tokens_per_s: float = 50.0
+    decode_tokens_per_s: Rate = 50.0
     """Of one answer."""
-    chunk_tokens: int = 2048
-    max_running: int = 32
-    decode_stride_tokens: int = 128
+    chunk_tokens: Annotated[int, Span(16, 1 << 20)] = 2048
+    max_running: Annotated[int, Span(1, 4096)] = 32
+    decode_stride_tokens: Annotated[int, Span(1, 1 << 20)] = 128
     """Answers are committed so many tokens at a time; less often than by the engine, for the bench's own speed."""
-
-    def __post_init__(self) -> None:
-        if min(self.prefill_tokens_per_s, self.decode_tokens_per_s) <= 0:
-            raise ValueError("rates must be positive")
-        if min(self.chunk_tokens, self.max_running, self.decode_stride_tokens) < 1:
-            raise ValueError("chunk_tokens, max_running and decode_stride_tokens must be at least 1")
 
 
 @dataclass(slots=True)

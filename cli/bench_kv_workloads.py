@@ -8,31 +8,41 @@ meaning in configs/bench/.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from cli.bench_kv_bounds import Factor, Rising, Share, Span, Tokens
 from cli.bench_kv_draws import Draws, LogNormal, Mixture, Pareto
 from cli.bench_kv_trace import Run, Session, Trace, Turn
 
-__all__ = ["AgentWorkload", "ConversationWorkload", "SyntheticWorkload", "Workload"]
+__all__ = ["AgentWorkload", "ConversationWorkload", "Sessions", "SyntheticWorkload", "Workload"]
+
+Seed = Annotated[int, Span(0, 1 << 32)]
+Sessions = Annotated[int, Span(1, 10_000)]
+_MOST_REQUESTS = 1_000_000
+"""Of a workload: hours of replay. Beyond it memory ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentWorkload:
-    seed: int
-    num_sessions: int
-    session_every_s: float
-    num_templates: int
-    template_tokens: tuple[int, int]
-    template_zipf: float
-    steps: tuple[int, int]
+    seed: Seed
+    num_sessions: Sessions
+    session_every_s: Factor
+    num_templates: Annotated[int, Span(1, 10_000)]
+    template_tokens: Annotated[tuple[int, int], Rising(Span(1, 1 << 20), 2)]
+    template_zipf: Annotated[float, Span(0, 10)]
+    steps: Annotated[tuple[int, int], Rising(Span(1, 1000), 2)]
     context_limit: Pareto
-    start_share: tuple[float, float]
+    start_share: Annotated[tuple[float, float], Rising(Span(0, 1), 2)]
     tool_result: LogNormal
     answer: LogNormal
-    most_added: int
+    most_added: Tokens
     pause: Mixture
-    branch_share: float
-    compaction_share: float
-    compaction_keeps: float
+    branch_share: Share
+    compaction_share: Share
+    compaction_keeps: Share
+
+    def __post_init__(self) -> None:
+        _check_size(self.num_sessions * self.steps[1], "num_sessions and steps")
 
     def trace(self, num_sessions: int | None = None) -> Trace:
         draws = Draws(self.seed)
@@ -42,7 +52,7 @@ class AgentWorkload:
         ]
         shares = draws.ranks(self.num_templates, self.template_zipf)
         time_s, sessions = 0.0, []
-        for _ in range(num_sessions or self.num_sessions):
+        for _ in range(self.num_sessions if num_sessions is None else num_sessions):
             sessions.append(Session(time_s, self._turns(draws, templates[draws.choice(shares)])))
             time_s += self.session_every_s * draws.value(_WAITING)
         return Trace("agent", tuple(sessions))
@@ -79,23 +89,30 @@ class AgentWorkload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationWorkload:
-    seed: int
-    span_s: float
-    sessions_per_s: float
-    replayed_share: float
-    fano_per_minute: float
-    head_tokens: int
-    several_turns_share: float
-    more_turns: float
-    long_share: float
+    seed: Seed
+    span_s: Factor
+    sessions_per_s: Factor
+    replayed_share: Annotated[float, Span(0, 1, above=True)]
+    fano_per_minute: Annotated[float, Span(1, 1000)]
+    head_tokens: Annotated[int, Span(0, 1 << 20)]
+    several_turns_share: Share
+    more_turns: Annotated[float, Span(0.01, 1)]
+    long_share: Share
     long_turns: Pareto
     first_prompt: LogNormal
-    most_prompt: int
+    most_prompt: Tokens
     added: Mixture
     answer: LogNormal
-    most_answer: int
+    most_answer: Tokens
     pause: LogNormal
-    retry_share: float
+    retry_share: Share
+
+    def __post_init__(self) -> None:
+        if self.long_turns.high > 1000 or self.long_turns.low < 1:
+            bounds = [self.long_turns.low, self.long_turns.high]
+            raise ValueError(f"long_turns goes from {bounds[0]:,} to {bounds[1]:,}; allowed: from 1 to 1,000")
+        turns = 1 + self.several_turns_share * max(self.long_share * self.long_turns.high, 1 / self.more_turns)
+        _check_rate(self.span_s, self.sessions_per_s, self.replayed_share, turns)
 
     def trace(self, num_sessions: int | None = None, *, share: float | None = None) -> Trace:
         """`share` of the sessions, by default those that are replayed."""
@@ -146,22 +163,26 @@ class ConversationWorkload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyntheticWorkload:
-    seed: int
-    span_s: float
-    sessions_per_s: float
-    replayed_share: float
-    several_turns_share: float
-    more_turns: float
-    most_turns: int
+    seed: Seed
+    span_s: Factor
+    sessions_per_s: Factor
+    replayed_share: Annotated[float, Span(0, 1, above=True)]
+    several_turns_share: Share
+    more_turns: Annotated[float, Span(0.01, 1)]
+    most_turns: Annotated[int, Span(1, 1000)]
     single_prompt: Mixture
     document: LogNormal
-    most_prompt: int
-    known_document_share: float
+    most_prompt: Tokens
+    known_document_share: Share
     question: LogNormal
-    fresh_share: float
+    fresh_share: Share
     answer: LogNormal
-    most_answer: int
+    most_answer: Tokens
     pause: LogNormal
+
+    def __post_init__(self) -> None:
+        turns = 1 + self.several_turns_share * min(self.most_turns, 1 / self.more_turns)
+        _check_rate(self.span_s, self.sessions_per_s, self.replayed_share, turns)
 
     def trace(self, num_sessions: int | None = None, *, share: float | None = None) -> Trace:
         """`share` of the sessions, by default those that are replayed."""
@@ -199,6 +220,21 @@ class SyntheticWorkload:
 
     def _answer(self, draws: Draws) -> Run:
         return Run(draws.content(), 0, draws.length(self.answer, self.most_answer))
+
+
+def _check_rate(span_s: float, sessions_per_s: float, share: float, turns: float) -> None:
+    """Raises ValueError when there are too many requests, or hardly any."""
+    num_sessions = span_s * sessions_per_s * share
+    if num_sessions < 1:
+        raise ValueError(
+            f"span_s, sessions_per_s and replayed_share make {num_sessions:.2g} sessions; allowed: at least 1"
+        )
+    _check_size(num_sessions * turns, "span_s, sessions_per_s, replayed_share and turns")
+
+
+def _check_size(num_requests: float, names: str) -> None:
+    if num_requests > _MOST_REQUESTS:
+        raise ValueError(f"{names} make {num_requests:,.0f} requests; allowed: up to {_MOST_REQUESTS:,}")
 
 
 Workload = AgentWorkload | ConversationWorkload | SyntheticWorkload

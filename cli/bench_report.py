@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cli.bench_case import Case, Panel, Result, times_better
+from cli.bench_case import Case, Fault, Panel, Result, times_better
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,29 +33,39 @@ _STROKES = (
     (_GREEN, "o--"),
 )
 _PANELS_PER_LINE = 2
-_PANEL_INCHES = 3.2
+# Fewer characters than this for a name are no column.
+_LEAST_NAME = 16
+_PANEL_INCHES = 4.2
 
 
-def as_json(machine: dict[str, Any], results: Sequence[Result]) -> dict[str, Any]:
-    return {"machine": machine, "results": [result.as_json() for result in results]}
+def as_json(machine: dict[str, Any], results: Sequence[Result], faults: Sequence[Fault] = ()) -> dict[str, Any]:
+    failed = {"failed": [{"name": fault.name, "reason": fault.reason} for fault in faults]} if faults else {}
+    return {"machine": machine, "results": [result.as_json() for result in results], **failed}
 
 
-def write_json(path: Path, machine: dict[str, Any], results: Sequence[Result]) -> None:
+def write_json(path: Path, machine: dict[str, Any], results: Sequence[Result], faults: Sequence[Fault] = ()) -> None:
     """Raises OSError."""
-    path.write_text(json.dumps(as_json(machine, results), indent=2) + "\n")
+    path.write_text(json.dumps(as_json(machine, results, faults), indent=2) + "\n")
 
 
 def show(console: Console, results: Sequence[Result]) -> None:
     """The table, the inputs, and a warning for each case that did not have the machine for itself."""
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    # A name that does not fit goes on in the next line: cut off, it would name no case.
-    table.add_column("case", overflow="fold")
-    # Seven columns have to fit 80 characters.
-    for heading in ("ours", "plain way", "ratio", "limit", "of limit", "runs"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for result in results:
-        table.add_row(*_row(result))
-    console.print(table)
+    headings = ("ours", "plain way", "ratio", "limit", "of limit", "runs")
+    rows = [_row(result) for result in results]
+    widths = [max(map(len, column)) + 1 for column in zip(headings, *(row[1:] for row in rows), strict=True)]
+    room, longest = console.width - sum(widths), max(len(row[0]) for row in rows)
+    if room < min(longest, _LEAST_NAME):
+        _show_narrow(console, headings, rows)
+    else:
+        table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+        # A name that does not fit goes on in the next line: cut off, it would name no case.
+        table.add_column("case", overflow="fold")
+        # Seven columns have to fit 80 characters.
+        for heading in headings:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
     # Without this the columns of a busy machine seem to contradict each other.
     console.print(Text("medians over the runs; ratio and of limit are taken within each run", style="dim"))
     for result in results:
@@ -67,6 +78,14 @@ def show(console: Console, results: Sequence[Result]) -> None:
             share = f"{result.others_share:.0%}"
             words = f"{result.case.name}: others took {share} of the machine meanwhile; run it again when it is quiet"
             console.print(Text(words, style="yellow"), soft_wrap=True)
+
+
+def _show_narrow(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A figure a line, where columns would leave no room for names."""
+    for name, *figures in rows:
+        console.print(Text(name, style="bold"), soft_wrap=True)
+        for heading, figure in zip(headings, figures, strict=True):
+            console.print(Text(f"  {heading:<9} {figure}"), soft_wrap=True)
 
 
 def show_cases(console: Console, cases: Sequence[Case]) -> None:
@@ -115,13 +134,17 @@ def write_plot(path: Path, title: str, results: Sequence[Result]) -> None:
     num_lines = -(-len(panels) // _PANELS_PER_LINE)
     bars_inches = 1.6 + 0.6 * len(rows)
     # Without pyplot: no display, no global state.
-    figure = Figure(figsize=(9, bars_inches + _PANEL_INCHES * num_lines), layout="constrained")
+    figure = Figure(figsize=(10, bars_inches + _PANEL_INCHES * num_lines), layout="constrained")
     FigureCanvasAgg(figure)
-    heights = [bars_inches, *[_PANEL_INCHES] * num_lines]
-    grid = figure.add_gridspec(1 + num_lines, _PANELS_PER_LINE, height_ratios=heights)
-    _draw_ratios(figure.add_subplot(grid[0, :]), title, rows)
-    for index, panel in enumerate(panels):
-        _draw_panel(figure.add_subplot(grid[1 + index // _PANELS_PER_LINE, index % _PANELS_PER_LINE]), panel)
+    # Apart, so that long names beside the bars take no room from the panels.
+    parts = figure.subfigures(
+        1 + bool(panels), 1, height_ratios=[bars_inches, _PANEL_INCHES * num_lines][: 1 + bool(panels)], squeeze=False
+    )
+    _draw_ratios(parts[0, 0].subplots(), title, rows)
+    if panels:
+        grid = parts[1, 0].add_gridspec(num_lines, _PANELS_PER_LINE)
+        for index, panel in enumerate(panels):
+            _draw_panel(parts[1, 0].add_subplot(grid[index // _PANELS_PER_LINE, index % _PANELS_PER_LINE]), panel)
     figure.savefig(path, format="png", dpi=140)
 
 
@@ -139,32 +162,54 @@ def _draw_ratios(axes: "Axes", title: str, rows: Sequence[Result]) -> None:
             reaches.append(reach)
             axes.plot([reach] * 2, [at - 0.38, at + 0.38], color=_LIMIT, linewidth=2.5)
             end = reach if end <= reach < 3 * end else end
-        words = f"{ratios[at]:.2f}x  ({_figure(result.ours, result.case.unit)})"
+        unit = result.case.unit
+        words = f"{ratios[at]:.2f}x  ({_figure(result.ours, unit)} against {_figure(result.baseline, unit)})"
         axes.annotate(words, (end, at), xytext=(6, 0), textcoords="offset points", va="center", fontsize=9)
     axes.plot([], [], color=_LIMIT, linewidth=2.5, label="limit")
-    axes.axvline(1.0, color=_PLAIN, linewidth=1, linestyle="--", label="plain way")
+    axes.axvline(1.0, color=_PLAIN, linewidth=1, linestyle="--", label="what ours stands against")
     axes.set_yticks(range(len(rows)), [result.case.name for result in rows])
-    # Room for the words beside the longest bar.
-    axes.set_xlim(min([1.0, *ratios, *reaches]) / 1.2, max([1.0, *ratios, *reaches]) * 3)
-    axes.xaxis.set_major_formatter("{x:g}x")
-    axes.set_xlabel("times better than the plain way (median of runs)")
-    axes.set_title(title, loc="left", fontsize=10)
+    low, high = min([1.0, *ratios, *reaches]), max([1.0, *ratios, *reaches])
+    # Room for the words beside the longest bar: a third of the axis.
+    low, high = low / 1.1, high * max(high / low, 1.4) ** 0.9
+    axes.set_xlim(low, high)
+    axes.set_xticks(_ticks(low, high))
+    axes.set_xticks([], minor=True)
+    axes.xaxis.set_major_formatter("{x:,.12g}x")
+    axes.set_xlabel("ours and what it stands against, as a ratio (median of runs): right of 1x ours is better")
+    axes.set_ylim(-0.7, len(rows) - 0.3)
+    # The legend is between title and bars: beside the bars is where their words are.
+    axes.set_title(title, loc="left", fontsize=10, pad=24)
     axes.spines[["top", "right"]].set_visible(False)
-    # Above the bars: beside them is where their words are.
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, fontsize=8, frameon=False)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize=8, frameon=False)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Numbers that are short to write, a few to a dozen of them, for a logarithmic axis."""
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found: list[float] = []
+    for steps in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), (*(1 + tenth / 10 for tenth in range(10)), *range(2, 10))):
+        found = [float(f"{step * 10**exponent:.6g}") for exponent in exponents for step in steps]
+        found = [tick for tick in found if low <= tick <= high]
+        if len(found) >= 4:
+            break
+    return found
 
 
 def _draw_panel(axes: "Axes", panel: Panel) -> None:
-    # The first curve lies on top of those that it meets.
+    # The first curve lies on top, and those below it are wider: where lines meet, all are seen.
     strokes = zip(panel.curves.items(), itertools.cycle(_STROKES))
     for index, ((who, points), (colour, style)) in enumerate(strokes):
-        axes.plot(*zip(*points, strict=True), style, color=colour, label=who, markersize=4, zorder=3 - index / 100)
+        how: dict[str, Any] = {"linewidth": 1.2 + 0.5 * index, "markersize": 3.5 + index, "zorder": 3 - index / 100}
+        axes.plot(*zip(*points, strict=True), style, color=colour, label=who, **how)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted({x for points in panel.curves.values() for x, _ in points}))
+    axes.set_xticks([], minor=True)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_ylim(bottom=0)
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
     axes.set_title(panel.title, loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, frameon=False)
+    # Below the axes: inside it would cover curves.
+    place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.17), "borderaxespad": 0}
+    axes.legend(fontsize=8, frameon=False, ncols=2, markerscale=0.6, handlelength=2.5, **place)
