@@ -8,53 +8,21 @@
 #include <cstdint>
 #include <cstring>
 #include <vector>
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
+
+#include "vectors.h"
 
 namespace {
 
-constexpr int kLanes = 16;
-constexpr int kPair = 2 * kLanes;
 constexpr int kRows = 8;        // rows of x that share a weight in registers
 constexpr int64_t kBlock = 64;  // outputs per task: long runs of memory, and work for many threads
 // Bytes: by measurement, 8 to 16 KiB ahead into the second cache reads more than twice as fast as no fetching at all.
 constexpr int64_t kAhead = 12288;
 
-typedef float Vec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
-typedef uint32_t Bits __attribute__((vector_size(4 * kLanes), aligned(2), may_alias));
-
-struct Bf16 {
-  uint16_t bits;
-};
-
-inline float one(float x) { return x; }
-inline float one(Bf16 x) {
-  const uint32_t bits = uint32_t(x.bits) << 16;
-  float out;
-  std::memcpy(&out, &bits, sizeof out);
-  return out;
-}
-
-// To nearest, ties to even, as torch rounds.
-inline void put(float x, float* at) { *at = x; }
-inline void put(float x, Bf16* at) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  at->bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
 template <typename T>
 inline float rounded(float x) {
   T narrow;
   put(x, &narrow);
   return one(narrow);
-}
-
-inline float sum(Vec x) {
-  x += __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15);
-  x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7);
-  x += __builtin_shufflevector(x, x, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3);
-  return x[0] + x[1];
 }
 
 // 32 elements at a time, added to 16 partial sums.
@@ -66,8 +34,7 @@ inline Wide load(const float* at) {
 }
 inline Vec add_product(Vec acc, const Wide& x, const Wide& w) { return acc + x.a * w.a + x.b * w.b; }
 #ifdef __AVX512BF16__
-inline __m512bh load(const Bf16* at) { return (__m512bh)_mm512_loadu_si512(at); }
-inline Vec add_product(Vec acc, __m512bh x, __m512bh w) { return (Vec)_mm512_dpbf16_ps((__m512)acc, x, w); }
+inline __m512bh load(const Bf16* at) { return load_all(at); }
 #else
 // The even and the odd elements, of x as of w.
 inline Wide load(const Bf16* at) {
@@ -75,41 +42,6 @@ inline Wide load(const Bf16* at) {
   return {reinterpret_cast<Vec>(both << 16), reinterpret_cast<Vec>(both & 0xffff0000u)};
 }
 #endif
-
-// Sums of P vectors, P a power of two of at most 16, each in the same order whatever P is: halves, then quarters, and
-// so on. Two vectors become one in each step, so that 16 sums cost hardly more than one.
-template <int P>
-inline Vec sums(const Vec* x) {
-  Vec a[16], b[16];
-  const auto above = [](int count) { return count > 1 ? count / 2 : 1; };
-  int count = P;
-  const auto fold = [&](const Vec* from, Vec* to, auto step) {
-    for (int i = 0; i < above(count); ++i) {
-      const Vec one = from[2 * i < count ? 2 * i : 0], two = from[2 * i + 1 < count ? 2 * i + 1 : 0];
-      to[i] = step(one, two);
-    }
-    count = above(count);
-  };
-  fold(x, a, [](Vec p, Vec q) {
-    return __builtin_shufflevector(p, q, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           __builtin_shufflevector(p, q, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-  });
-  fold(a, b, [](Vec p, Vec q) {
-    return __builtin_shufflevector(p, q, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-           __builtin_shufflevector(p, q, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-  });
-  fold(b, a, [](Vec p, Vec q) {
-    return __builtin_shufflevector(p, q, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
-           __builtin_shufflevector(p, q, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
-  });
-  fold(a, b, [](Vec p, Vec q) {
-    return __builtin_shufflevector(p, q, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-           __builtin_shufflevector(p, q, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-  });
-  return b[0];
-}
-
-constexpr int power_above(int x) { return x <= 1 ? 1 : 2 * power_above((x + 1) / 2); }
 
 // out[r * N + n] = x[r] . w[n], in an order that depends on K alone. What comes kAhead bytes later is fetched meanwhile:
 // tiles follow each other front to back.

@@ -1,6 +1,6 @@
 """Compiles the C++ sources beside this module, once per machine.
 
-They are compiled for the processor they run on, so a library is kept under a name that holds the source, the compiler
+They are compiled for the processor they run on, so a library is kept under a name that holds the sources, the compiler
 and the processor's features. Their threads are torch's own: a library names no OpenMP runtime and finds the one that
 torch has loaded.
 """
@@ -53,7 +53,8 @@ def prefer_huge_pages(address: int, size_bytes: int) -> bool:
 def _built(compiler: str, source: Path) -> Path:
     """The compiled library, from this user's cache or, where there is no place for one, from a directory of its own."""
     version = _output(compiler, "--version")
-    identity = "\0".join((source.read_text(), version, _processor(), *_FLAGS))
+    headers = (header.read_text() for header in sorted(source.parent.glob("*.h")))
+    identity = "\0".join((source.read_text(), *headers, version, _processor(), *_FLAGS))
     name = f"{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
     cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mimo-epd"
     try:

@@ -5,28 +5,22 @@
 // rows are its new tokens times G, for each KV head. The work is cut into splits of kSplit tokens of a run, each
 // with a state (sums of values, maximum and total per row) of its own, which are joined at the end.
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <type_traits>
 #include <vector>
 
+#include "vectors.h"
+
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr int kLanes = 16;
-constexpr int kPair = 2 * kLanes;
-constexpr int kBlock = 16;        // tokens whose scores are held at a time
+constexpr int kBlock = 16;       // tokens whose scores are held at a time
 constexpr int64_t kSplit = 256;  // tokens per task: fixed, so that sums do not depend on batch or threads
 
-typedef float Vec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 typedef int32_t IntVec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
-typedef uint32_t Bits __attribute__((vector_size(4 * kLanes), aligned(2), may_alias));
-
-struct Bf16 {
-  uint16_t bits;
-};
-
 inline Vec load(const float* at) { return *reinterpret_cast<const Vec*>(at); }
 inline void store(float* at, Vec x) { *reinterpret_cast<Vec*>(at) = x; }
 
@@ -46,21 +40,6 @@ inline Vec load(const Bf16* at) {
   const Bits wide = __builtin_convertvector(*reinterpret_cast<const Half*>(at), Bits);
   return reinterpret_cast<Vec>(wide << 16);
 }
-inline float one(float x) { return x; }
-inline float one(Bf16 x) {
-  const uint32_t bits = uint32_t(x.bits) << 16;
-  float out;
-  std::memcpy(&out, &bits, sizeof out);
-  return out;
-}
-
-inline float sum(Vec x) {
-  x += __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15);
-  x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7);
-  x += __builtin_shufflevector(x, x, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3);
-  return x[0] + x[1];
-}
-
 template <typename T>
 inline void fetch(const T* at, int64_t count) {
   for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(at + i, 0, 2);
@@ -75,17 +54,26 @@ inline float largest(Vec x) {
 }
 
 // Brings `width` numbers, times a factor, into the order in which load_pair gives elements of type T, or out of it.
-template <typename T, bool is_back>
-inline void reorder(const float* from, float* to, int64_t width, float factor) {
+template <typename T, bool is_back, typename From, typename To>
+inline void reorder(const From* from, To* to, int64_t width, float factor) {
   const int64_t paired = sizeof(T) == 4 ? 0 : width / kPair * kPair;
   for (int64_t i = 0; i < paired; i += kPair)
     for (int j = 0; j < kLanes; ++j)
       for (int odd = 0; odd < 2; ++odd) {
         const int64_t straight = i + 2 * j + odd, split = i + j + odd * kLanes;
-        to[is_back ? straight : split] = from[is_back ? split : straight] * factor;
+        put(one(from[is_back ? split : straight]) * factor, to + (is_back ? straight : split));
       }
-  for (int64_t i = paired; i < width; ++i) to[i] = from[i] * factor;
+  for (int64_t i = paired; i < width; ++i) put(one(from[i]) * factor, to + i);
 }
+
+// How queries are held: as they come where the processor multiplies bf16 by bf16, else as floats, reordered.
+#ifdef __AVX512BF16__
+template <typename T, typename Q>
+using Held = std::conditional_t<sizeof(T) == 2 && sizeof(Q) == 2, Bf16, float>;
+#else
+template <typename T, typename Q>
+using Held = float;
+#endif
 
 // e^x for x <= 0, within two units of the last place; NaN stays NaN.
 inline Vec exp_nonpositive(Vec x) {
@@ -114,6 +102,7 @@ struct Shape {
   int64_t page_size, num_kv_heads, groups, qk_dim, v_dim;
   int64_t window_left;  // negative: all
   int64_t num_runs, num_splits;
+  float scale;
 };
 
 // As `DecodeRuns.table`: the first token among the queries; new tokens and those before them; the place in `pages` of
@@ -124,7 +113,7 @@ struct Run {
 
 // Scores of R rows against C tokens.
 template <int R, int C, typename T>
-inline void scores(const float* q, const T* const* key, int64_t H, float* out) {
+inline void scores(const float* q, const T* const* key, int64_t H, float scale, float* out) {
   Vec acc[R][C] = {};
   int64_t h = 0;
   for (; h + kPair <= H; h += kPair) {
@@ -153,9 +142,37 @@ inline void scores(const float* q, const T* const* key, int64_t H, float* out) {
     for (int t = 0; t < C; ++t) {
       float rest = 0;
       for (int64_t i = h; i < H; ++i) rest += q[r * H + i] * one(key[t][i]);
-      out[r * kBlock + t] = sum(acc[r][t]) + rest;
+      out[r * kBlock + t] = scale * (sum(acc[r][t]) + rest);
     }
 }
+
+#ifdef __AVX512BF16__
+// Products of bf16 are exact in fp32: nothing is lost against the above.
+template <int R, int C>
+inline void scores(const Bf16* q, const Bf16* const* key, int64_t H, float scale, float* out) {
+  constexpr int P = power_above(R * C);
+  Vec acc[P] = {};
+  const auto step = [&](int64_t h, auto load) {
+    __m512bh keys[C];
+#pragma GCC unroll 8
+    for (int t = 0; t < C; ++t) keys[t] = load(key[t] + h);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const __m512bh row = load(q + r * H + h);
+#pragma GCC unroll 8
+      for (int t = 0; t < C; ++t) acc[r * C + t] = add_product(acc[r * C + t], row, keys[t]);
+    }
+  };
+  int64_t h = 0;
+  for (; h + kPair <= H; h += kPair) step(h, [](const Bf16* at) { return load_all(at); });
+  if (h < H) step(h, [&](const Bf16* at) { return load_some(at, int(H - h)); });
+  const Vec total = sums<P>(acc) * scale;
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int t = 0; t < C; ++t) out[r * kBlock + t] = total[r * C + t];
+}
+#endif
 
 // Adds the values of `count` tokens, weighted, to R rows' sums.
 template <int R, typename T>
@@ -187,8 +204,8 @@ inline void accumulate(const float* prob, const T* const* value, int count, int6
 
 // R rows of one head against `count` tokens from t0 on, of which row r sees [first[r], last[r]]. Meanwhile the next
 // keys and values are fetched in small pieces: all at once they would be waited for.
-template <int R, typename T>
-inline void attend(const Shape& s, const float* q, const T* const* key, const T* const* value, int64_t t0, int count,
+template <int R, typename T, typename Q>
+inline void attend(const Shape& s, const Q* q, const T* const* key, const T* const* value, int64_t t0, int count,
                    const int64_t* first, const int64_t* last, float* acc, float* maximum, float* total,
                    const T* const* next_key, const T* const* next_value, int next_count) {
   constexpr int C = R <= 2 ? 4 : R <= 6 ? 2 : 1;
@@ -198,9 +215,9 @@ inline void attend(const Shape& s, const float* q, const T* const* key, const T*
   int t = 0;
   for (; t + C <= count; t += C) {
     for (int c = t; c < t + C && c < next_count; ++c) fetch(next_value[c], s.v_dim);
-    scores<R, C>(q, key + t, s.qk_dim, prob + t);
+    scores<R, C>(q, key + t, s.qk_dim, s.scale, prob + t);
   }
-  for (; t < count; ++t) scores<R, 1>(q, key + t, s.qk_dim, prob + t);
+  for (; t < count; ++t) scores<R, 1>(q, key + t, s.qk_dim, s.scale, prob + t);
   for (int r = 0; r < R; ++r) {
     float* p = prob + r * kBlock;
     if (t0 < first[r] || t0 + count - 1 > last[r])
@@ -222,9 +239,9 @@ inline void attend(const Shape& s, const float* q, const T* const* key, const T*
   accumulate<R>(prob, value, count, s.v_dim, acc, next_key, next_count, s.qk_dim);
 }
 
-// One split, into a state of K x rows x V sums, K x rows maxima and K x rows totals. q is [K, rows, H], reordered.
-template <typename T>
-void run_split(const Shape& s, const Run& run, int64_t skip, const float* q, const T* keys, const T* values,
+// One split, into a state of K x rows x V sums, K x rows maxima and K x rows totals. q is [K, rows, H], as `Held` says.
+template <typename T, typename Q>
+void run_split(const Shape& s, const Run& run, int64_t skip, const Q* q, const T* keys, const T* values,
                const int64_t* pages, float* state) {
   const int64_t K = s.num_kv_heads, H = s.qk_dim, V = s.v_dim, rows = run.num_new * s.groups;
   float *acc = state, *maximum = acc + K * rows * V, *total = maximum + K * rows;
@@ -285,9 +302,9 @@ void run_split(const Shape& s, const Run& run, int64_t skip, const float* q, con
 }
 
 // Joins the states of a run's splits, `size` apart, into rows of `out`.
-template <typename T>
+template <typename T, typename Q>
 void join(const Shape& s, const Run& run, const float* states, int64_t size, int64_t num_splits, const float* sinks,
-          float* out) {
+          Q* out) {
   const int64_t K = s.num_kv_heads, V = s.v_dim, rows = run.num_new * s.groups;
   std::vector<float> sums(V);
   for (int64_t row = 0; row < K * rows; ++row) {
@@ -309,9 +326,10 @@ void join(const Shape& s, const Run& run, const float* states, int64_t size, int
   }
 }
 
-template <typename T>
-void attend_all(const Shape& s, const float* q, float* out, const T* keys, const T* values, const int64_t* pages,
-                const Run* runs, const float* sinks, float scale) {
+template <typename T, typename Q>
+void attend_all(const Shape& s, const Q* q, Q* out, const T* keys, const T* values, const int64_t* pages,
+                const Run* runs, const float* sinks) {
+  typedef Held<T, Q> HeldQ;
   const int64_t K = s.num_kv_heads, G = s.groups, N = K * G, H = s.qk_dim;
   std::vector<int64_t> run_of(s.num_splits), state_at(s.num_splits + 1), q_at(s.num_runs + 1);
   for (int64_t i = 0, split = 0; i < s.num_runs; ++i) {
@@ -322,12 +340,18 @@ void attend_all(const Shape& s, const float* q, float* out, const T* keys, const
     }
     q_at[i + 1] = q_at[i] + runs[i].num_new * N * H;
   }
-  std::vector<float> ordered(q_at[s.num_runs]), states(state_at[s.num_splits]);
+  std::vector<HeldQ> ordered(q_at[s.num_runs]);
+  std::vector<float> states(state_at[s.num_splits]);
   for (int64_t i = 0; i < s.num_runs; ++i) {
     const int64_t rows = runs[i].num_new * G;
     for (int64_t row = 0; row < K * rows; ++row) {
       const int64_t token = runs[i].row + row % rows / G, n = row / rows * G + row % G;
-      reorder<T, false>(q + (token * N + n) * H, &ordered[q_at[i] + row * H], H, scale);
+      const Q* from = q + (token * N + n) * H;
+      HeldQ* to = &ordered[q_at[i] + row * H];
+      if constexpr (sizeof(HeldQ) == 4)
+        reorder<T, false>(from, to, H, 1.0f);
+      else
+        std::copy(from, from + H, to);
     }
   }
 #pragma omp parallel for schedule(dynamic)
@@ -343,15 +367,19 @@ void attend_all(const Shape& s, const float* q, float* out, const T* keys, const
   }
 }
 
+template <typename T, typename Q>
+void attend_any(const Shape* s, const void* q, void* out, const void* keys, const void* values, const int64_t* pages,
+                const Run* runs, const float* sinks) {
+  attend_all(*s, static_cast<const Q*>(q), static_cast<Q*>(out), static_cast<const T*>(keys),
+             static_cast<const T*>(values), pages, runs, sinks);
+}
+
 }  // namespace
 
-extern "C" void mimo_paged_decode(int is_bf16, const Shape* s, const float* q, float* out, const void* keys,
-                                  const void* values, const int64_t* pages, const Run* runs, const float* sinks,
-                                  float scale) {
-  if (is_bf16)
-    attend_all(*s, q, out, static_cast<const Bf16*>(keys), static_cast<const Bf16*>(values), pages, runs, sinks,
-               scale);
-  else
-    attend_all(*s, q, out, static_cast<const float*>(keys), static_cast<const float*>(values), pages, runs, sinks,
-               scale);
+extern "C" void mimo_paged_decode(int are_pages_bf16, int are_rows_bf16, const Shape* s, const void* q, void* out,
+                                  const void* keys, const void* values, const int64_t* pages, const Run* runs,
+                                  const float* sinks) {
+  const auto run = are_pages_bf16 ? (are_rows_bf16 ? attend_any<Bf16, Bf16> : attend_any<Bf16, float>)
+                                  : (are_rows_bf16 ? attend_any<float, Bf16> : attend_any<float, float>);
+  run(s, q, out, keys, values, pages, runs, sinks);
 }

@@ -25,9 +25,21 @@ _SPLIT_TOKENS = 256
 
 
 class _Shape(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_int64)
-        for name in ("page_size", "num_kv_heads", "groups", "qk_dim", "v_dim", "window_left", "num_runs", "num_splits")
+    _fields_ = (
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "page_size",
+                "num_kv_heads",
+                "groups",
+                "qk_dim",
+                "v_dim",
+                "window_left",
+                "num_runs",
+                "num_splits",
+            )
+        ),
+        ("scale", ctypes.c_float),
     )
 
 
@@ -64,7 +76,7 @@ class PagedDecode:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._function = library.mimo_paged_decode
-        self._function.argtypes = [ctypes.c_int, ctypes.POINTER(_Shape), *[ctypes.c_void_p] * 7, ctypes.c_float]
+        self._function.argtypes = [*[ctypes.c_int] * 2, ctypes.POINTER(_Shape), *[ctypes.c_void_p] * 7]
         self._function.restype = None
 
     def attend(
@@ -75,14 +87,15 @@ class PagedDecode:
         runs: DecodeRuns,
         sink_N: Tensor | None,
     ) -> Tensor:
-        """Return fp32 [F, N, V]. `pages` are the layer's keys and values, contiguous and of one of `DTYPES`.
+        """Return [F, N, V] in the dtype of the queries where that is one of `DTYPES`, else fp32.
 
-        Sums are cut at fixed places, so a sequence's result depends neither on its batch nor on the number of threads.
+        `pages` are the layer's keys and values, contiguous and of one of `DTYPES`. Sums are cut at fixed places, so a
+        sequence's result depends neither on its batch nor on the number of threads.
         """
         keys, values = pages
-        q_FNH = q_FNH.float().contiguous()
+        q_FNH = (q_FNH if q_FNH.dtype in DTYPES else q_FNH.float()).contiguous()
         sink_N = None if sink_N is None else sink_N.float().contiguous()
-        out_FNV = torch.empty((runs.num_rows, spec.num_heads, spec.v_dim), dtype=torch.float32)
+        out_FNV = torch.empty((runs.num_rows, spec.num_heads, spec.v_dim), dtype=q_FNH.dtype)
         shape = _Shape(
             keys.shape[1],
             spec.num_kv_heads,
@@ -92,9 +105,11 @@ class PagedDecode:
             -1 if spec.window_left is None else spec.window_left,
             runs.table.shape[0],
             runs.num_splits,
+            spec.scale,
         )
         self._function(
             int(keys.dtype == torch.bfloat16),
+            int(q_FNH.dtype == torch.bfloat16),
             ctypes.byref(shape),
             q_FNH.data_ptr(),
             out_FNV.data_ptr(),
@@ -103,7 +118,6 @@ class PagedDecode:
             runs.pages.data_ptr(),
             runs.table.data_ptr(),
             None if sink_N is None else sink_N.data_ptr(),
-            spec.scale,
         )
         return out_FNV
 
