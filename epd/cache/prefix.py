@@ -20,6 +20,7 @@ from epd.cache.sequence_pages import SequencePages
 from epd.cache.victims import VictimPolicy, make_policy
 from epd.cache.window import num_window_pages, window_floor
 from epd.kv.dual import DualPool
+from epd.kv.numbers import require_at_least
 from epd.kv.pages import PagePool
 
 __all__ = ["CacheStats", "PoolStats", "PrefixCache", "PrefixHit"]
@@ -79,8 +80,8 @@ class PrefixCache:
 
         Disabled, the cache never hits and publishes nothing, and still allocates and releases pages the same way.
         """
-        if page_size < 1 or window_tokens < 0:
-            raise ValueError(f"page_size {page_size} and window_tokens {window_tokens} make no cache")
+        require_at_least(1, page_size=page_size)
+        require_at_least(0, window_tokens=window_tokens)
         self.page_size = page_size
         self.window_tokens = window_tokens
         self.window_pages = num_window_pages(window_tokens, page_size)
@@ -108,8 +109,10 @@ class PrefixCache:
     def match(self, keys: Sequence[bytes], num_tokens: int) -> PrefixHit:
         """Longest usable cached prefix of a prompt of `num_tokens` tokens, at most `num_tokens - 1`. Changes nothing.
 
-        `keys`: chained page keys of the prompt, one per whole page (see keys.py).
+        `keys`: chained page keys of the prompt, one per whole page (see keys.py). Raises ValueError for a negative
+        `num_tokens`.
         """
+        require_at_least(0, num_tokens=num_tokens)
         walk = self._walk(keys, num_tokens)
         return PrefixHit(walk.usable_pages * self.page_size, walk.num_pages * self.page_size)
 
@@ -126,7 +129,9 @@ class PrefixCache:
 
         With `keys` and `num_tokens`, pages that begin(keys, num_tokens, full_only=full_only) would pin do not count as
         evictable. Without window layers no sequence ever takes a window page, so `num_window` counts for nothing.
+        Raises ValueError for a negative number.
         """
+        require_at_least(0, num_full=num_full, num_window=num_window, num_tokens=num_tokens)
         ledger, pool = self._ledger, self._pool
         num_window = num_window if self.window_pages else 0
         pinned_full, pinned_window = self._would_pin(keys, num_tokens, full_only=full_only)
@@ -147,7 +152,11 @@ class PrefixCache:
 
         `max_cached_tokens` caps the lease at what a plan relied on. `full_only` leases as far as full pages reach,
         without any window: the caller writes the windows itself, after `extend(..., window_start=...)`.
+        Raises ValueError for a negative number.
         """
+        require_at_least(0, num_tokens=num_tokens)
+        if max_cached_tokens is not None:
+            require_at_least(0, max_cached_tokens=max_cached_tokens)
         limit = num_tokens if max_cached_tokens is None else min(num_tokens, max_cached_tokens + 1)
         self._ledger.num_lookups += 1
         found = self._walk(keys, num_tokens)
@@ -176,6 +185,7 @@ class PrefixCache:
         A row with so many tokens committed begins there or earlier (earlier by its tail pages, unless it resumed from
         a hit less than a page ago), so a sender always has these pages. Without window layers it is the end of the row.
         """
+        require_at_least(0, num_tokens=num_tokens)
         if self.window_pages == 0:
             return -(-num_tokens // self.page_size)
         return window_floor(num_tokens // self.page_size, self.window_pages)

@@ -34,8 +34,8 @@ class RetentionPolicy:
     at_chunk_ends: bool = True
     """Keep the boundary at the end of each prefill chunk."""
     tail_pages: int = 1
-    """Pages kept before the window at a prompt's or response's end. 1 is enough for a prompt that is sent again, looked up
-    one boundary before its end, with draft heads and without; with 2 a prompt a page shorter hits as well."""
+    """Pages kept before the window at a prompt's or response's end. 1 is enough for a prompt that is sent again, looked
+    up one boundary before its end, with draft heads and without; with 2 a prompt a page shorter hits as well."""
     release_interval_tokens: int = 1
     """A running sequence lets go of windows behind it once per so many tokens."""
     learns_branches: bool = True

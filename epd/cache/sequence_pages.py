@@ -26,6 +26,7 @@ from epd.cache.retention import RetentionPolicy
 from epd.cache.sharing import share_pages
 from epd.cache.window import release_frontier, window_floor
 from epd.kv.errors import PageStateError
+from epd.kv.numbers import require_at_least
 from epd.kv.pages import PageOwner
 
 __all__ = ["SequencePages"]
@@ -125,12 +126,19 @@ class SequencePages:
         return self.window_pages[offset] if 0 <= offset < len(self.window_pages) else None
 
     def pages_needed(self, num_tokens: int, *, window_start: int | None = None) -> tuple[int, int]:
-        """(full, window) pages that extend() with the same arguments would take. Changes nothing."""
+        """(full, window) pages that extend() with the same arguments would take. Changes nothing.
+
+        Raises as extend() does, NoPages and a missing window aside.
+        """
+        self._require_open()
+        require_at_least(0, num_tokens=num_tokens)
         stop = max(len(self.full_pages), -(-num_tokens // self._page_size))
+        if window_start is not None:
+            require_at_least(0, window_start=window_start)
+            if self._ledger.window_pages and window_start > stop:
+                raise ValueError(f"window_start is {window_start}; allowed: 0 to {stop}, the row's pages")
         if self._ledger.window_pages == 0:
             return stop - len(self.full_pages), 0
-        if window_start is not None and not 0 <= window_start <= stop:
-            raise ValueError(f"window_start {window_start} is outside the row's {stop} pages")
         return stop - len(self.full_pages), stop - self._next_window(window_start)
 
     def extend(self, num_tokens: int, *, window_start: int | None = None) -> None:
@@ -138,13 +146,14 @@ class SequencePages:
 
         `window_start` (a page index) is given only when window KV will be *written* for pages that are already there:
         a decode worker receiving a prompt takes `cache.window_frontier(num_tokens)`, healing takes where it re-runs
-        from. The row's windows then begin at that page. Raises NoPages, with the row unchanged.
+        from. The row's windows then begin at that page. With the row unchanged, raises NoPages, PageStateError after
+        the end, and ValueError for a negative `num_tokens` and a `window_start` outside the row.
         """
-        self._require_open()
+        num_full, num_window = self.pages_needed(num_tokens, window_start=window_start)
         if window_start is None and not self._has_whole_window():
             raise ValueError("the row has no window at its end: extend() must be told where windows will be written")
         first = self._next_window(window_start)
-        grant = self._ledger.allocate(*self.pages_needed(num_tokens, window_start=window_start))
+        grant = self._ledger.allocate(num_full, num_window)
         self.full_pages += grant.full_pages
         if self._ledger.window_pages == 0:
             return
@@ -164,6 +173,7 @@ class SequencePages:
         Rejected drafts are simply never committed: their pages stay in the row for the next tokens.
         """
         self._require_open()
+        require_at_least(0, num_tokens=num_tokens)
         num_pages = num_tokens // self._page_size
         if not self.num_committed_tokens <= num_tokens <= self.num_capacity_tokens:
             raise ValueError(

@@ -18,12 +18,13 @@ the order never changes by waiting, and log2(loss) + time / half-life is a key f
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Protocol, get_args
 
 from epd.cache.boundaries import end_is_usable, ends_needing, next_usable
 from epd.cache.lru import Rank
 from epd.cache.radix import Node
 from epd.config import WindowEviction
+from epd.kv.numbers import require_at_least
 
 __all__ = ["MarginalLoss", "PlainLru", "TailKeepingLru", "VictimPolicy", "make_policy"]
 
@@ -115,6 +116,7 @@ class TailKeepingLru(PlainLru):
 
     def __init__(self, window_pages: int, *, tail_pages: int) -> None:
         """`window_pages`: pages a boundary needs live before it; `tail_pages` as in RetentionPolicy."""
+        require_at_least(0, window_pages=window_pages, tail_pages=tail_pages)
         self._window_pages = window_pages
         self._kept_pages = window_pages + tail_pages
 
@@ -156,8 +158,10 @@ class MarginalLoss:
         `heal_tokens` is what healing computes at most, layers x reach, 0 without healing. A boundary used once keeps
         half its weight for `half_life_lookups`; about as many as the window pool holds ends of sequences suits.
         """
-        if heal_tokens < 0 or half_life_lookups <= 0:
-            raise ValueError(f"heal_tokens {heal_tokens} or half_life_lookups {half_life_lookups} must be positive")
+        require_at_least(0, window_pages=window_pages, tail_pages=tail_pages, heal_tokens=heal_tokens)
+        require_at_least(1, page_size=page_size)
+        if not 0 < half_life_lookups < math.inf:
+            raise ValueError(f"half_life_lookups is {half_life_lookups}; allowed: above 0, finite")
         self._window_pages = window_pages
         self._kept_pages = window_pages + tail_pages
         self._page_size = page_size
@@ -263,7 +267,21 @@ class MarginalLoss:
 def make_policy(
     name: WindowEviction, *, window_pages: int, tail_pages: int, page_size: int, num_window_pages: int, heal_tokens: int
 ) -> VictimPolicy:
-    """The policy of that name for a window pool of `num_window_pages`; `heal_tokens` as in MarginalLoss."""
+    """The policy of that name for a window pool of `num_window_pages`; `heal_tokens` as in MarginalLoss.
+
+    Raises ValueError for another name, and for a number below 0 (a `page_size` below 1).
+    """
+    names = get_args(WindowEviction)
+    if name not in names:
+        raise ValueError(f"name is {name!r}; allowed: {', '.join(names)}")
+    require_at_least(1, page_size=page_size)
+    require_at_least(
+        0,
+        window_pages=window_pages,
+        tail_pages=tail_pages,
+        num_window_pages=num_window_pages,
+        heal_tokens=heal_tokens,
+    )
     if name == "lru":
         return PlainLru()
     if name == "tail":
@@ -273,5 +291,5 @@ def make_policy(
         tail_pages=tail_pages,
         page_size=page_size,
         heal_tokens=heal_tokens,
-        half_life_lookups=max(16.0, num_window_pages / (window_pages + tail_pages)),
+        half_life_lookups=max(16.0, num_window_pages / max(1, window_pages + tail_pages)),
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from epd.kv.errors import PoolTooSmall
+from epd.kv.numbers import require_at_least
 
 __all__ = ["KvLayout", "LayerGeometry", "PoolPlan", "plan_pools"]
 
@@ -36,12 +37,31 @@ class LayerGeometry(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """Page geometry of one model. Part of a page's identity: change it and cached KV must not be shared."""
+    """Page geometry of one model. Part of a page's identity: change it and cached KV must not be shared.
+
+    Raises ValueError for no layer at all, a layer in the wrong list, an index used twice, and a size below 1.
+    """
 
     full_layers: tuple[LayerGeometry, ...]
     window_layers: tuple[LayerGeometry, ...]
     page_size: int
     dtype_bytes: int
+
+    def __post_init__(self) -> None:
+        require_at_least(1, page_size=self.page_size, dtype_bytes=self.dtype_bytes)
+        if not self.full_layers and not self.window_layers:
+            raise ValueError("full_layers and window_layers are empty; allowed: 1 layer or more")
+        for spec in (*self.full_layers, *self.window_layers):
+            sizes = {"num_kv_heads": spec.num_kv_heads, "qk_dim": spec.qk_dim, "v_dim": spec.v_dim}
+            require_at_least(1, **{f"{name} of layer {spec.index}": size for name, size in sizes.items()})
+            require_at_least(0, **{f"window_left of layer {spec.index}": spec.window_left or 0})
+        indices = [spec.index for spec in (*self.full_layers, *self.window_layers)]
+        if len(set(indices)) != len(indices):
+            raise ValueError(f"layer indices are not unique: {sorted(indices)}")
+        misplaced = [spec.index for spec in self.full_layers if spec.window_left is not None]
+        misplaced += [spec.index for spec in self.window_layers if spec.window_left is None]
+        if misplaced:
+            raise ValueError(f"layers {misplaced} are in the wrong pool for their window_left")
 
     @classmethod
     def from_specs(
@@ -51,19 +71,7 @@ class KvLayout:
         page_size: int,
         dtype_bytes: int,
     ) -> KvLayout:
-        """`full_layers` have `window_left` None, `window_layers` an integer (draft heads are window layers too).
-
-        Raises ValueError for a layer in the wrong list or an index used twice.
-        """
-        if page_size < 1 or dtype_bytes < 1:
-            raise ValueError(f"page_size {page_size} and dtype_bytes {dtype_bytes} must be positive")
-        indices = [spec.index for spec in (*full_layers, *window_layers)]
-        if len(set(indices)) != len(indices):
-            raise ValueError(f"layer indices are not unique: {sorted(indices)}")
-        misplaced = [spec.index for spec in full_layers if spec.window_left is not None]
-        misplaced += [spec.index for spec in window_layers if spec.window_left is None]
-        if misplaced:
-            raise ValueError(f"layers {misplaced} are in the wrong pool for their window_left")
+        """`full_layers` have `window_left` None, `window_layers` an integer (draft heads are window layers too)."""
         return cls(tuple(full_layers), tuple(window_layers), page_size, dtype_bytes)
 
     @property
@@ -120,22 +128,36 @@ def plan_pools(
     chunk_tokens: int,
     retention_stride_tokens: int = 4096,
     tail_pages: int = 1,
+    release_interval_tokens: int = 1,
 ) -> PoolPlan:
     """Split `budget_bytes` between the pools.
 
-    The floor is what `max_running` sequences need to make progress: a window, its tail and a partial page each, the
-    step's chunk, and full pages for one sequence of the expected length plus one for each that runs. The rest is split
+    The floor is what `max_running` sequences need to make progress: a window, its tail and a partial page each, what
+    each writes before it lets go of windows (once per `release_interval_tokens`, as in RetentionPolicy), the step's
+    chunk, and full pages for one sequence of the expected length plus one for each that runs. The rest is split
     in the proportion a cached sequence of the expected length is worth: all its full pages, windows at the ends of its
     prompt and of its answer, and one for every fourth that `retention_stride_tokens` (0: none) makes. Those between
     are offers that go first when memory is short, and what is lost with them can be healed (docs/kv.md has figures).
-    Raises PoolTooSmall, naming both numbers, when the budget is below the floor.
+    Raises PoolTooSmall, naming both numbers, when the budget is below the floor, and ValueError for a number that
+    means nothing.
     """
+    require_at_least(0, budget_bytes=budget_bytes, retention_stride_tokens=retention_stride_tokens)
+    require_at_least(
+        1,
+        expected_sequence_tokens=expected_sequence_tokens,
+        max_running=max_running,
+        chunk_tokens=chunk_tokens,
+        tail_pages=tail_pages,
+        release_interval_tokens=release_interval_tokens,
+    )
     page_size = layout.page_size
     chunk_pages = -(-chunk_tokens // page_size)
     sequence_pages = -(-expected_sequence_tokens // page_size)
     window_pages = -(-layout.window_tokens // page_size)
     min_full = sequence_pages + max_running
-    min_window = max_running * (window_pages + tail_pages + 2) + chunk_pages if window_pages else 0
+    # Its frontier moves in steps: up to a step less one token are kept beyond the window, the partial page aside.
+    waiting_pages = -(-(release_interval_tokens - 1) // page_size)
+    min_window = max_running * (window_pages + tail_pages + waiting_pages + 2) + chunk_pages if window_pages else 0
     floor_bytes = min_full * layout.full_page_bytes + min_window * layout.window_page_bytes
     if budget_bytes < floor_bytes:
         raise PoolTooSmall(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 from epd.kv.errors import NoPages, PageStateError
+from epd.kv.numbers import require_at_least
 
 __all__ = ["PageOwner", "PagePool"]
 
@@ -31,8 +32,7 @@ class PagePool:
     __slots__ = ("_counts", "_free", "_owners", "name")
 
     def __init__(self, name: str, num_pages: int) -> None:
-        if num_pages < 0:
-            raise ValueError(f"{name} pool: num_pages must not be negative, got {num_pages}")
+        require_at_least(0, num_pages=num_pages)
         self.name = name
         self._owners = bytearray(num_pages)
         # A stack that hands out low ids first, and the most recently freed page before a colder one.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from epd.kv.layout import KvLayout, LayerGeometry
+from epd.kv.numbers import require_at_least
 
 __all__ = ["KvStorage", "LayerPages"]
 
@@ -32,8 +33,9 @@ class KvStorage:
     ) -> None:
         """Allocates everything at once and writes nothing: pages hold anything until they are written.
 
-        `dtype` must be `layout.dtype_bytes` wide.
+        `dtype` must be `layout.dtype_bytes` wide. Raises ValueError for another, or a negative number of pages.
         """
+        require_at_least(0, num_full_pages=num_full_pages, num_window_pages=num_window_pages)
         if dtype.itemsize != layout.dtype_bytes:
             raise ValueError(f"{dtype} has {dtype.itemsize} bytes, the layout was made for {layout.dtype_bytes}")
         self.layout = layout
@@ -54,11 +56,13 @@ class KvStorage:
         return sum(tensor.nbytes for tensors in (self._keys, self._values) for tensor in tensors.values())
 
     def keys(self, layer_index: int) -> Tensor:
-        """[M, P, K, H] of one layer; a view of the storage, writes are kept. Raises KeyError for an unknown layer."""
+        """[M, P, K, H] of one layer; a view of the storage, writes are kept. Raises ValueError for an unknown layer."""
+        self._require_layer(layer_index)
         return self._keys[layer_index]
 
     def values(self, layer_index: int) -> Tensor:
-        """[M, P, K, V] of one layer; a view of the storage, writes are kept. Raises KeyError for an unknown layer."""
+        """[M, P, K, V] of one layer; a view of the storage, writes are kept. Raises ValueError for an unknown layer."""
+        self._require_layer(layer_index)
         return self._values[layer_index]
 
     def read_layer(self, layer_index: int, pages: Sequence[int]) -> LayerPages:
@@ -84,7 +88,12 @@ class KvStorage:
         self._keys[spec.index] = torch.empty(*shape, spec.qk_dim, dtype=self.dtype, device=self.device)
         self._values[spec.index] = torch.empty(*shape, spec.v_dim, dtype=self.dtype, device=self.device)
 
+    def _require_layer(self, layer_index: int) -> None:
+        if layer_index not in self._keys:
+            raise ValueError(f"layer_index is {layer_index!r}; allowed: {', '.join(map(str, sorted(self._keys)))}")
+
     def _page_index(self, layer_index: int, pages: Sequence[int]) -> Tensor:
+        self._require_layer(layer_index)
         num_pages = self._keys[layer_index].shape[0]
         outside = [page for page in pages if not 0 <= page < num_pages]
         if outside:

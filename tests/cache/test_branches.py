@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import Field, fields
+
 import pytest
 
 from epd.cache.retention import RetentionPolicy
@@ -110,19 +112,17 @@ def test_long_prompts_have_a_stride_of_their_own(num_tokens: int, boundaries: li
     assert found == [boundary for boundary in boundaries if boundary < 84]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"long_prompt_tokens": -1},
-        {"long_stride_tokens": -1},
-        {"learning_threshold_tokens": 0},
-        {"tail_pages": 0},
-        {"retention_stride_tokens": -1},
-    ],
-)
-def test_nonsense_is_refused(changes: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="must"):
-        RetentionPolicy(**changes)  # type: ignore[arg-type]
+@pytest.mark.parametrize("field", fields(RetentionPolicy), ids=lambda field: field.name)
+@pytest.mark.parametrize("value", [-1, 1.5, float("nan")])
+def test_nonsense_is_refused_by_name(field: Field[object], value: float) -> None:
+    with pytest.raises(ValueError, match=rf"{field.name} is {value}; allowed: "):
+        RetentionPolicy(**{field.name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["tail_pages", "release_interval_tokens", "learning_threshold_tokens"])
+def test_some_fields_must_be_at_least_one(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is 0; allowed: 1 or more"):
+        RetentionPolicy(**{name: 0})  # type: ignore[arg-type]
 
 
 def test_anchors_at_chunk_ends_do_not_crowd_out_ends() -> None:

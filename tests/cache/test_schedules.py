@@ -324,8 +324,15 @@ def test_misuse_is_refused() -> None:
     pages.extend(20)
     with pytest.raises(ValueError, match="needs 5 page keys, got 2"):
         pages.commit(20, keys[:2])
-    with pytest.raises(ValueError, match="outside the row"):
+    with pytest.raises(ValueError, match="window_start is 6; allowed: 0 to 5"):
         pages.extend(20, window_start=6)
+    for call in (pages.pages_needed, pages.extend):
+        with pytest.raises(ValueError, match="num_tokens is -5; allowed: 0 or more"):
+            call(-5)
+        with pytest.raises(ValueError, match="window_start is -1; allowed: 0 or more"):
+            call(20, window_start=-1)
+    with pytest.raises(ValueError, match="num_tokens is -1"):
+        pages.commit(-1, keys)
     pages.commit(20, keys)
     with pytest.raises(ValueError, match="20 committed"):
         pages.commit(19, keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -244,10 +245,29 @@ def test_the_end_of_a_branch_hands_its_heat_to_what_continues_it() -> None:
     driver.check()
 
 
-@pytest.mark.parametrize(("heal_tokens", "half_life_lookups"), [(-1, 10.0), (0, 0.0)])
-def test_nonsense_is_refused(heal_tokens: int, half_life_lookups: float) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
-        MarginalLoss(1, tail_pages=1, page_size=1, heal_tokens=heal_tokens, half_life_lookups=half_life_lookups)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("heal_tokens", -1), ("half_life_lookups", 0.0), ("half_life_lookups", math.nan), ("half_life_lookups", math.inf)],
+)
+def test_nonsense_is_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} is {value}; allowed: "):
+        MarginalLoss(1, tail_pages=1, page_size=1, **{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["window_pages", "tail_pages", "page_size", "num_window_pages", "heal_tokens"])
+def test_a_policy_of_nonsense_is_refused_by_name(name: str) -> None:
+    numbers = {"window_pages": 8, "tail_pages": 1, "page_size": 16, "num_window_pages": 90, "heal_tokens": 0}
+    for policy in get_args(WindowEviction):
+        with pytest.raises(ValueError, match=f"{name} is -1; allowed: "):
+            make_policy(policy, **(numbers | {name: -1}))
+
+
+def test_a_policy_of_no_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="name is 'bogus'; allowed: marginal, tail, lru"):
+        make_policy(
+            "bogus",  # type: ignore[arg-type]
+            window_pages=8, tail_pages=1, page_size=16, num_window_pages=90, heal_tokens=0,
+        )  # fmt: skip
 
 
 def test_policies_by_name() -> None:

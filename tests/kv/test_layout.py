@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from epd.cache.prefix import PrefixCache
+from epd.cache.retention import RetentionPolicy
 from epd.kernels.base import AttentionSpec
+from epd.kv.dual import DualPool
 from epd.kv.errors import PoolTooSmall
-from epd.kv.layout import KvLayout, plan_pools
+from epd.kv.layout import KvLayout, PoolPlan, plan_pools
 
 
 def layers(start: int, count: int, window_left: int | None, num_kv_heads: int) -> list[AttentionSpec]:
@@ -135,3 +140,73 @@ def test_a_model_without_window_layers_gets_no_window_pages() -> None:
     plan = plan_pools(model, 1 << 28, expected_sequence_tokens=1024, max_running=2, chunk_tokens=256)
     assert plan.num_window_pages == 0
     assert plan.num_full_pages == (1 << 28) // model.full_page_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "least"),
+    [
+        ("budget_bytes", -1, 0),
+        ("budget_bytes", 2.5e9, 0),
+        ("expected_sequence_tokens", -8192, 1),
+        ("max_running", 0, 1),
+        ("chunk_tokens", -5, 1),
+        ("retention_stride_tokens", -1, 0),
+        ("tail_pages", -20, 1),
+        ("release_interval_tokens", 0, 1),
+    ],
+)
+def test_a_plan_of_nonsense_is_refused_by_name(name: str, value: int, least: int) -> None:
+    numbers = {"budget_bytes": 1 << 34, "expected_sequence_tokens": 8192, "max_running": 4, "chunk_tokens": 2048}
+    with pytest.raises(ValueError, match=rf"{name} is {value:,}; allowed: .*{least} or more|{name} is {value}"):
+        plan_pools(layout(9, 39, 4), **(numbers | {name: value}))
+
+
+def test_a_layout_of_nonsense_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="page_size is 0; allowed: 1 or more"):
+        KvLayout.from_specs(layers(0, 1, None, 4), [], 0, 2)
+    with pytest.raises(ValueError, match="dtype_bytes is -2; allowed: 1 or more"):
+        KvLayout.from_specs(layers(0, 1, None, 4), [], 16, -2)
+    with pytest.raises(ValueError, match="num_kv_heads of layer 3 is -4; allowed: 1 or more"):
+        KvLayout.from_specs(layers(3, 1, None, -4), [], 16, 2)
+    with pytest.raises(ValueError, match="window_left of layer 3 is -1; allowed: 0 or more"):
+        KvLayout.from_specs([], layers(3, 1, -1, 4), 16, 2)
+    with pytest.raises(ValueError, match="empty; allowed: 1 layer or more"):
+        KvLayout.from_specs([], [], 16, 2)
+    with pytest.raises(ValueError, match="empty; allowed: 1 layer or more"):
+        KvLayout((), (), 16, 2)
+
+
+def test_the_floor_has_room_for_what_is_written_between_two_releases() -> None:
+    """As many rows as may run, each just before it lets go of windows, next to a step's chunk."""
+    model, max_running, interval = layout(9, 39, 4), 3, 128
+    size = model.page_size
+
+    def plan(budget_bytes: int) -> PoolPlan:
+        return plan_pools(
+            model, budget_bytes, expected_sequence_tokens=1024, max_running=max_running, chunk_tokens=256,
+            release_interval_tokens=interval,
+        )  # fmt: skip
+
+    with pytest.raises(PoolTooSmall) as refusal:
+        plan(0)
+    (floor,) = re.findall(r"below the ([\d,]+)", str(refusal.value))
+    pools = plan(int(floor.replace(",", "")))
+    pool = DualPool(num_full_pages=2000, num_window_pages=pools.num_window_pages)
+    retention = RetentionPolicy(retention_stride_tokens=0, at_chunk_ends=False, release_interval_tokens=interval)
+    cache = PrefixCache(pool, page_size=size, window_tokens=model.window_tokens, retention=retention, enabled=False)
+    rows = [cache.begin([], 1024) for _ in range(max_running)]
+    num_tokens = 8 * interval
+    for row in rows:
+        for stop in range(256, num_tokens + 1, 256):
+            row.extend(stop)
+            row.commit(stop, [])
+    most = 0
+    for stop in range(num_tokens + 1, num_tokens + 2 * interval):
+        for row in rows:
+            row.extend(stop)
+        most = max(most, sum(len(row.window_pages) for row in rows))
+        for row in rows:
+            row.commit(stop, [])
+    assert most + 256 // size <= pools.num_window_pages
+    plain = max_running * (model.window_tokens // size + 1 + 1 + 2) + 256 // size
+    assert most + 256 // size > plain, "a floor without the interval would have done"

@@ -30,13 +30,22 @@ def test_shapes_and_bytes() -> None:
     assert held.keys(3).shape == (3, 4, 2, 6)
     assert held.values(3).shape == (3, 4, 2, 4)
     assert held.size_bytes == 5 * LAYOUT.full_page_bytes + 3 * LAYOUT.window_page_bytes
-    with pytest.raises(KeyError):
-        held.keys(4)
+    for read in (held.keys, held.values):
+        with pytest.raises(ValueError, match="layer_index is 4; allowed: 0, 1, 2, 3"):
+            read(4)
 
 
 def test_dtype_must_match_the_layout() -> None:
     with pytest.raises(ValueError, match="2 bytes"):
         KvStorage(LAYOUT, num_full_pages=1, num_window_pages=1, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["num_full_pages", "num_window_pages"])
+@pytest.mark.parametrize("value", [-1, 1.5, True])
+def test_sizes_that_mean_nothing_are_refused_by_name(name: str, value: int) -> None:
+    sizes = {"num_full_pages": 1, "num_window_pages": 1} | {name: value}
+    with pytest.raises(ValueError, match=rf"{name} is {value}; allowed: .*0 or more"):
+        KvStorage(LAYOUT, dtype=torch.float32, **sizes)
 
 
 def test_pages_travel_between_storages_of_different_sizes() -> None:
@@ -84,5 +93,5 @@ def test_wrong_shapes_pages_and_layers_are_refused() -> None:
         held.read_layer(0, [5])
     with pytest.raises(IndexError, match=r"\[-1\]"):
         held.read_layer(0, [-1])
-    with pytest.raises(KeyError):
+    with pytest.raises(ValueError, match="layer_index is 9"):
         held.write_layer(9, [0, 1], (keys, values))

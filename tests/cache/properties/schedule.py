@@ -49,7 +49,7 @@ class Op(IntEnum):
     CONDEMN = 14
     CLEAR = 15
     REOPEN = 16
-    """Windows are opened for pages a run has published, or a lease holds, and the run ends before they are committed."""
+    """Windows are opened for pages a run has published, or a lease holds, and the run ends before it commits them."""
 
 
 # How many of 256 byte values mean each step. What is rare here would leave nothing to look at if it were frequent.
