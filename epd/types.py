@@ -80,7 +80,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one attempt. `cached_tokens` came from the tree, `healed_tokens` were re-run to restore windows."""
+    """Tokens of one attempt. `cached_tokens` came from the tree, `healed_tokens` were re-run to restore windows; both
+    at the request's first admission, whatever happened to it later."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -185,7 +186,11 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, tag="finish"):
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, tag="worker"):
-    """A worker's answer to `Hello`. `incarnation` changes with every start of the process."""
+    """A worker's answer to `Hello`. `incarnation` changes with every start of the process.
+
+    Of the pages that are free, those `cached` hold KV that nobody uses now and are evicted when room is short. Workers
+    whose `kv_fingerprint` is equal can go on from each other's KV.
+    """
 
     sequence: int
     worker: str
@@ -202,6 +207,9 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, tag="worker"):
     window_pages_free: int
     window_pages_total: int
     ready: bool
+    full_pages_cached: int = 0
+    window_pages_cached: int = 0
+    kv_fingerprint: str = ""
     counters: dict[str, float] = {}
 
 

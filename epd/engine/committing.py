@@ -59,7 +59,10 @@ class Committer:
         if step.media:
             self._roster.keep_rows_to_come(sequence)
         if step.heals:
-            sequence.num_healed_tokens += step.stop - step.start
+            # As `num_cached_tokens`, of the first admission: what its own KV costs a request that was put back is not
+            # reuse of a prompt.
+            if sequence.num_retractions == 0:
+                sequence.num_healed_tokens += step.stop - step.start
             counters.healed_tokens += step.stop - step.start
             if sequence.is_healing:
                 return

@@ -3,7 +3,6 @@
 import logging
 import threading
 from collections import deque
-from dataclasses import asdict
 
 from encoder.parting import REPEAT_S, Partings
 from encoder.types import Farewell, Goodbye
@@ -15,6 +14,7 @@ from epd.engine.handoff import KvMover, size_bytes
 from epd.engine.identity import WorkerIdentity
 from epd.engine.peers import PeerWatch
 from epd.engine.plan import Failure, HeldTransfer, StepPlan
+from epd.engine.report import worker_info
 from epd.engine.runner import Runner
 from epd.engine.scheduler import Scheduler
 from epd.engine.sequence import Sequence
@@ -370,32 +370,22 @@ class EngineLoop:
         self._reply()
 
     def _info(self, sequence: int) -> WorkerInfo:
-        stats, identity = self._cache.stats(), self._identity
-        counters = {name: float(value) for name, value in asdict(self._scheduler.counters).items()}
-        counters |= {
-            "handoff_bytes": float(self._handoff_bytes),
-            "dropped_transfers": float(self._desk.num_dropped),
-            "dropped_messages": float(self._endpoint.num_dropped),
-            "failed_steps": float(self._failed_steps),
-            "lookup_tokens": float(stats.num_lookup_tokens),
-            "hit_tokens": float(stats.num_hit_tokens),
-            "embedding_bytes": float(self._feed.held_bytes),
-        }
-        return WorkerInfo(
+        return worker_info(
+            self._identity,
+            self._cache.stats(),
+            self._scheduler.counters,
             sequence=sequence,
-            worker=identity.name,
-            incarnation=identity.incarnation,
-            role=identity.role,
             address=self._endpoint.address,
-            model=identity.model,
-            max_context_tokens=identity.max_context_tokens,
-            eos_token_ids=identity.eos_token_ids,
+            kv_fingerprint=self._mover.fingerprint,
             num_waiting=self._scheduler.num_waiting + self._desk.num_orphans,
             num_running=self._scheduler.num_running,
-            full_pages_free=stats.full.free + stats.full.evictable,
-            full_pages_total=stats.full.total,
-            window_pages_free=stats.window.free + stats.window.evictable,
-            window_pages_total=stats.window.total,
             ready=not self._drain.is_set(),
-            counters=counters,
+            page_size=self._cache.page_size,
+            others={
+                "handoff_bytes": self._handoff_bytes,
+                "dropped_transfers": self._desk.num_dropped,
+                "dropped_messages": self._endpoint.num_dropped,
+                "failed_steps": self._failed_steps,
+                "embedding_bytes": self._feed.held_bytes,
+            },
         )

@@ -233,7 +233,7 @@ class Gateway:
             return web.json_response({"status": "draining"}, status=503)
         stages: dict[str, list[str]] = {}
         for role in self._fleet.roles:
-            reasons = (worker.why_not_ready() for worker in self._fleet.of_role(role))
+            reasons = (self._fleet.why_not_ready(worker) for worker in self._fleet.of_role(role))
             stages[STAGE_OF_ROLE[role]] = [reason for reason in reasons if reason is not None]
         encoders = self._encoder.infos()
         stages["encoder"] = [f"{name}: not up" for name, info in encoders.items() if info is None or not info.ready]

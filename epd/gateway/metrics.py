@@ -20,6 +20,45 @@ STAGE_OF_ROLE = {Role.PREFILL: "prefill", Role.DECODE: "decode", Role.BOTH: "wor
 _TTFT_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _DURATION_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
+# What workers count, by the name in `WorkerInfo.counters`; all from the start of the process unless said otherwise.
+COUNTER_TEXTS = {
+    "steps": "Steps of the engine: one pass of the model over everything that is batched",
+    "prompt_tokens": "Prompt tokens computed, those found in the cache not counted",
+    "cached_tokens": "Prompt tokens whose KV was found in the cache at an admission, put back requests counted again",
+    "healed_tokens": "Tokens run again through part of the layers to restore windows that had been evicted",
+    "prefix_hits": "Admissions that went on from cached KV with whole windows",
+    "healed_hits": "Admissions that went on from cached KV after healing its windows",
+    "prefix_misses": "Admissions that found nothing to go on from",
+    "refused_heals": "Times a request was to be healed and there was no room for it",
+    "passed_over": "Admissions before an earlier request that had no room",
+    "generated_tokens": "Tokens generated",
+    "drafted_tokens": "Guesses of draft heads that were checked",
+    "accepted_tokens": "Guesses of draft heads that were right",
+    "drafted_tokens_1": "First guesses after a newest token that were checked",
+    "drafted_tokens_2": "Second guesses after a newest token that were checked",
+    "drafted_tokens_3": "Third guesses after a newest token that were checked",
+    "accepted_tokens_1": "First guesses after a newest token that were right",
+    "accepted_tokens_2": "Second guesses after a newest token that were right",
+    "accepted_tokens_3": "Third guesses after a newest token that were right",
+    "batched_sequences": "Sequences of all steps together; divided by the steps, the mean batch",
+    "largest_batch": "Most sequences in one step",
+    "retractions": "Times a running request was put back because KV pages were short",
+    "imports": "Requests taken over with the KV of another worker",
+    "finished": "Requests that ended here, failed ones and those handed over included",
+    "failed": "Requests that ended here without an answer",
+    "handoff_bytes": "Bytes of KV sent to or received from other workers",
+    "dropped_transfers": "KV of other workers that nobody asked for, or that came too late",
+    "dropped_messages": "Messages that could not be read",
+    "failed_steps": "Steps that ended with an error of the worker",
+    "embedding_bytes": "Media embeddings held now for requests that wait or are being computed",
+    "lookup_tokens": "Prompt tokens looked up in the cache",
+    "hit_tokens": "Of the prompt tokens looked up in the cache, those whose KV and windows were there",
+    "evicted_full_pages": "Pages of full-attention KV evicted from the cache",
+    "evicted_window_pages": "Pages of window KV evicted from the cache",
+    "kept_tokens": "Tokens whose full-attention KV the cache keeps now for later requests, those in use not counted",
+}
+_UNKNOWN_TEXT = "A counter of a worker of another version"
+
 
 class GatewayMetrics:
     """What this gateway counts itself, and collectors over what the stages say."""
@@ -84,7 +123,12 @@ def _fleet_metrics(fleet: Fleet) -> Iterator[Metric]:
 def _role_metrics(prefix: str, workers: Sequence[Worker]) -> Iterator[Metric]:
     up = GaugeMetricFamily(f"{prefix}_ready", "1 when the worker takes requests", labels=["worker"])
     queue = GaugeMetricFamily(f"{prefix}_queue_requests", "Requests by state", labels=["worker", "state"])
-    pages = GaugeMetricFamily(f"{prefix}_pool_pages", "KV pages by pool and state", labels=["worker", "pool", "state"])
+    pages = GaugeMetricFamily(
+        f"{prefix}_pool_pages",
+        "KV pages by pool and state: free, cached (kept for later requests, evicted when room is short), or leased to "
+        "requests under way",
+        labels=["worker", "pool", "state"],
+    )
     for worker in workers:
         info = worker.info
         name = worker.address if info is None else info.worker
@@ -93,10 +137,13 @@ def _role_metrics(prefix: str, workers: Sequence[Worker]) -> Iterator[Metric]:
             continue
         queue.add_metric([name, "waiting"], info.num_waiting)
         queue.add_metric([name, "running"], info.num_running)
-        pages.add_metric([name, "full", "free"], info.full_pages_free)
-        pages.add_metric([name, "full", "used"], info.full_pages_total - info.full_pages_free)
-        pages.add_metric([name, "window", "free"], info.window_pages_free)
-        pages.add_metric([name, "window", "used"], info.window_pages_total - info.window_pages_free)
+        for pool, free, cached, total in (
+            ("full", info.full_pages_free, info.full_pages_cached, info.full_pages_total),
+            ("window", info.window_pages_free, info.window_pages_cached, info.window_pages_total),
+        ):
+            pages.add_metric([name, pool, "free"], free - cached)
+            pages.add_metric([name, pool, "cached"], cached)
+            pages.add_metric([name, pool, "leased"], total - free)
     yield from (up, queue, pages)
     yield from _counters(prefix, [worker.info for worker in workers if worker.info])
 
@@ -109,7 +156,7 @@ def _counters(prefix: str, infos: Sequence[WorkerInfo]) -> Iterator[Metric]:
             if name not in families:
                 # A gauge: the process may restart and count from zero, and some of these are averages.
                 families[name] = GaugeMetricFamily(
-                    f"{prefix}_{name}", f"{name} as the process reports it", labels=["worker"]
+                    f"{prefix}_{name}", COUNTER_TEXTS.get(name, _UNKNOWN_TEXT), labels=["worker"]
                 )
             families[name].add_metric([info.worker], value)
     yield from families.values()

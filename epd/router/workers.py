@@ -1,6 +1,7 @@
 """What the gateway knows about the workers, and the mailboxes of its requests.
 
     heartbeat   Hello to every worker, WorkerInfo back
+    pairs       a request goes to workers that hold KV in the same way, by the fingerprints they report
     lost        disconnected, another incarnation, or silent for `timeout_s`: every attempt on the worker hears `Lost`
     messages    TokenDelta and Finish go to the attempt with that request id; when nobody waits for it any more they are
                 late: dropped, and answered with Abort so that the worker stops
@@ -164,25 +165,62 @@ class Fleet:
                 self._lose(worker, f"silent for {now - worker.last_heard_s:.1f} s")
             self._post(worker, Hello(sequence=self._sequence))
 
+    def why_not_ready(self, worker: Worker) -> str | None:
+        """None when the worker takes requests and there is one to hand KV to or to get it from; else a reason for
+        people."""
+        reason = worker.why_not_ready()
+        if reason is not None or self._has_partners(worker):
+            return reason
+        others = ", ".join(role for role in self.roles if role is not worker.role)
+        return (
+            f"{worker.address}: no {others} worker holds KV as this one does (page_size, dtype, weights, window_left, "
+            "qkv_layout, draft_tokens or the checkpoint differ)"
+        )
+
+    def _has_partners(self, worker: Worker) -> bool:
+        """Whether in every other stage somebody holds KV like this worker, or nobody has said yet how he does."""
+        for role in self.roles:
+            infos = [other.info for other in self.of_role(role) if other.info is not None]
+            if role is worker.role or not infos or worker.info is None:
+                continue
+            if all(info.kv_fingerprint != worker.info.kv_fingerprint for info in infos):
+                return False
+        return True
+
     async def _chosen(self, give_up_s: float, affinity: int, avoid: Collection[str]) -> tuple[Worker, ...]:
         while True:
             changed = self._changed
-            chosen = [self._choose(role, affinity, avoid) for role in self.roles]
-            workers = tuple(worker for worker in chosen if worker is not None)
-            if workers and len(workers) == len(chosen):
+            workers = self._choose_all(affinity, avoid)
+            if workers is not None:
                 return workers
             left_s = give_up_s - self._clock()
             if left_s <= 0 or not self._waits:
-                missing = ", ".join(role for role, worker in zip(self.roles, chosen, strict=True) if worker is None)
-                raise StageUnavailable(f"no worker is ready for: {missing or 'any stage'}", retry_after_s=5.0)
+                raise StageUnavailable(self._what_is_missing(), retry_after_s=5.0)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await changed.wait()
 
-    def _choose(self, role: Role, affinity: int, avoid: Collection[str]) -> Worker | None:
-        ready = {worker.address: worker for worker in self.of_role(role) if worker.ready}
-        address = choose_worker([worker.load() for worker in ready.values()], affinity=affinity, avoid=avoid)
-        return None if address is None else ready[address]
+    def _choose_all(self, affinity: int, avoid: Collection[str]) -> tuple[Worker, ...] | None:
+        """A worker of each stage, all of one way to hold KV; None where that cannot be had now."""
+        ready = [worker for worker in self.workers if worker.ready]
+        kinds = [{_kind(worker) for worker in ready if worker.role is role} for role in self.roles]
+        common = set.intersection(*kinds) if kinds else set()
+        chosen: list[Worker] = []
+        for role in self.roles:
+            among = {worker.address: worker for worker in ready if worker.role is role and _kind(worker) in common}
+            address = choose_worker([worker.load() for worker in among.values()], affinity=affinity, avoid=avoid)
+            if address is None:
+                return None
+            chosen.append(among[address])
+            common = {_kind(among[address])}
+        return tuple(chosen) or None
+
+    def _what_is_missing(self) -> str:
+        """Why no workers could be chosen, for people."""
+        missing = [role for role in self.roles if not any(worker.ready for worker in self.of_role(role))]
+        if missing or not self.roles:
+            return f"no worker is ready for: {', '.join(missing) or 'any stage'}"
+        return f"no two workers of the stages {' and '.join(self.roles)} hold KV in the same way"
 
     async def _send_request(self, request: GenerateRequest, chosen: tuple[Worker, ...]) -> None:
         first = chosen[0]
@@ -316,6 +354,11 @@ class Fleet:
             task = asyncio.get_running_loop().create_task(_send(worker.channel, message))
             self._sends.add(task)
             task.add_done_callback(self._sends.discard)
+
+
+def _kind(worker: Worker) -> str:
+    """How a ready worker holds KV."""
+    return "" if worker.info is None else worker.info.kv_fingerprint
 
 
 async def _send(channel: Channel, message: ToWorker) -> None:

@@ -255,3 +255,28 @@ def test_with_less_room_it_heals_in_smaller_chunks(checkpoint: Checkpoint, make_
     assert bench.finishes["r"].usage.healed_tokens == NUM_HEALED
     assert bench.answers["r"] == truth(checkpoint, PROMPT)
     bench.assert_nothing_leased()
+
+
+def test_usage_speaks_of_the_first_admission_alone(checkpoint: Checkpoint, make_bench: MakeBench) -> None:
+    """A cold prompt that is put back and then healed from its own pages was cold all the same."""
+    bench = make_bench()
+    scheduler = bench.engine.scheduler
+    bench.submit(make_request("early", [5, 6, 7], ignore_eos=True, max_tokens=60))
+    bench.step()
+    bench.submit(make_request("cold", PROMPT, ignore_eos=True, max_tokens=24))
+    cold = None
+    while cold is None or cold.num_generated < 3:
+        bench.step()
+        cold = scheduler._roster.find("cold")
+    early = scheduler._roster.find("early")
+    assert early is not None
+    assert scheduler._retract_after(early, {})
+    bench.engine.cache._ledger.evict_window(10_000)
+    bench.run()
+    assert scheduler.counters.healed_hits == 1
+    assert scheduler.counters.healed_tokens > 0
+    assert scheduler.counters.cached_tokens > 0
+    usage = bench.finishes["cold"].usage
+    assert (usage.cached_tokens, usage.healed_tokens) == (0, 0)
+    assert bench.answers["cold"] == truth(checkpoint, PROMPT, max_tokens=24)
+    bench.assert_nothing_leased()

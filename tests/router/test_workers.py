@@ -65,13 +65,20 @@ class Hand:
             assert all(isinstance(received.message, Hello) for received in self.endpoint.receive(0))
             await asyncio.sleep(0)
 
-    async def answer_hello(self, incarnation: str = "one", *, ready: bool = True) -> None:
+    async def answer_hello(self, incarnation: str = "one", *, ready: bool = True, kv_fingerprint: str = "") -> None:
         received = await self.expect(Hello)
-        self.say_info(received, incarnation, ready=ready)
+        self.say_info(received, incarnation, ready=ready, kv_fingerprint=kv_fingerprint)
         await asyncio.sleep(0.002)
 
     def say_info(
-        self, received: Received, incarnation: str, *, ready: bool = True, sequence: int = 0, num_running: int = 0
+        self,
+        received: Received,
+        incarnation: str,
+        *,
+        ready: bool = True,
+        sequence: int = 0,
+        num_running: int = 0,
+        kv_fingerprint: str = "",
     ) -> None:
         info = WorkerInfo(
             sequence=sequence,
@@ -89,6 +96,7 @@ class Hand:
             window_pages_free=1,
             window_pages_total=1,
             ready=ready,
+            kv_fingerprint=kv_fingerprint,
         )
         self.endpoint.send(received.peer, info)
 
@@ -337,3 +345,25 @@ async def test_a_fleet_that_stops_waits_for_no_stage() -> None:
             await asyncio.wait_for(waiting, 1)
         await hand.answer_hello("one")
         fleet.close(await fleet.submit(request(), give_up_s=clock.now_s))
+
+
+async def test_only_workers_that_hold_kv_alike_are_paired() -> None:
+    async with fleet_of(Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE) as (fleet, hands, clock):
+        for hand, kind in zip(hands, ("odd", "even", "even", "other"), strict=True):
+            await hand.answer_hello(kv_fingerprint=kind)
+        reasons = [fleet.why_not_ready(worker) for worker in fleet.workers]
+        assert [reason is None for reason in reasons] == [False, True, True, False]
+        assert "memory://0: no decode worker holds KV as this one does" in str(reasons[0])
+        assert "memory://3: no prefill worker" in str(reasons[3])
+        for number in range(8):
+            # Being avoided does not make another pair of them.
+            attempt = await fleet.submit(
+                request(f"r{number}"), give_up_s=0.0, avoid=("memory://1",) if number % 2 else ()
+            )
+            assert [worker.address for worker in attempt.workers] == ["memory://1", "memory://2"]
+        fleet.workers[1].info = None
+        with pytest.raises(StageUnavailable, match="no two workers of the stages prefill and decode hold KV in the"):
+            await fleet.submit(request("last"), give_up_s=clock())
+        fleet.workers[0].info = None
+        with pytest.raises(StageUnavailable, match="no worker is ready for: prefill"):
+            await fleet.submit(request("last"), give_up_s=clock())
