@@ -19,6 +19,8 @@ _PRO, _V25 = "mimo-v2.5-pro", "mimo-v2.5"
 _SWEPT = ("ours", "no healing", "plain LRU", "plain LRU, no healing", "no dense, no healing", "single pool")
 _TOLD_OF_V25 = ("ours", "no healing", "plain LRU, no healing", "single pool", "infinite")
 _MIB = 1 << 20
+_MOST_PAGES = 100_000_000
+"""What a replay looks up: ten times as many as the agents' come along with, and a few GiB of memory."""
 # What stands against ours, by the end of the case's name.
 _RIVALS = {
     "vs_single": "single pool",
@@ -50,6 +52,12 @@ def _arena(directory: Path, workload: str, model: str, *, quick: bool) -> Arena:
     trace = file.trace(quick=quick)
     if not trace.sessions:
         raise BenchFailed(f"{workload}.toml: no session was drawn; allowed: more sessions, or another seed")
+    num_pages = trace.num_prompt_tokens // file.cache.page_size
+    if num_pages > _MOST_PAGES:
+        raise BenchFailed(
+            f"{workload}.toml: prompts have {num_pages:,} pages in all; allowed: up to {_MOST_PAGES:,}, by fewer or "
+            "shorter sessions or a larger cache.page_size"
+        )
     return Arena(file, trace, Geometry.of(model, file.cache.page_size))
 
 

@@ -54,6 +54,11 @@ class Trace:
     name: str
     sessions: tuple[Session, ...]
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        turns = (turn for session in self.sessions for turn in session.turns)
+        return sum(turn.num_kept + sum(run.length for run in turn.added) for turn in turns)
+
     def statistics(self) -> dict[str, float]:
         """What traces are compared by; lengths in tokens, times in seconds, answers taking none.
 

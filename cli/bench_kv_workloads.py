@@ -109,8 +109,8 @@ class ConversationWorkload:
 
     def __post_init__(self) -> None:
         if self.long_turns.high > 1000 or self.long_turns.low < 1:
-            bounds = [self.long_turns.low, self.long_turns.high]
-            raise ValueError(f"long_turns goes from {bounds[0]:,} to {bounds[1]:,}; allowed: from 1 to 1,000")
+            bounds = f"low {self.long_turns.low:,} and high {self.long_turns.high:,}"
+            raise ValueError(f"long_turns has {bounds}; allowed: from 1 to 1,000")
         turns = 1 + self.several_turns_share * max(self.long_share * self.long_turns.high, 1 / self.more_turns)
         _check_rate(self.span_s, self.sessions_per_s, self.replayed_share, turns)
 

@@ -172,7 +172,7 @@ def _draw_ratios(axes: "Axes", title: str, rows: Sequence[Result]) -> None:
     # Room for the words beside the longest bar: a third of the axis.
     low, high = low / 1.1, high * max(high / low, 1.4) ** 0.9
     axes.set_xlim(low, high)
-    axes.set_xticks(_ticks(low, high))
+    axes.set_xticks(ticks_between(low, high))
     axes.set_xticks([], minor=True)
     axes.xaxis.set_major_formatter("{x:,.12g}x")
     axes.set_xlabel("ours and what it stands against, as a ratio (median of runs): right of 1x ours is better")
@@ -183,7 +183,7 @@ def _draw_ratios(axes: "Axes", title: str, rows: Sequence[Result]) -> None:
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize=8, frameon=False)
 
 
-def _ticks(low: float, high: float) -> list[float]:
+def ticks_between(low: float, high: float) -> list[float]:
     """Numbers that are short to write, a few to a dozen of them, for a logarithmic axis."""
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     found: list[float] = []

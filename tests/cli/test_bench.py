@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 from cli import bench_media
 from cli.app import app
-from cli.bench import chosen_cases
 from cli.bench_case import (
     MORE_IS_BETTER,
     Bars,
@@ -32,8 +31,9 @@ from cli.bench_case import (
     run_case,
     times_better,
 )
+from cli.bench_choice import chosen_cases, runnable_cases
 from cli.bench_machine import Busyness, cpu_by_descendant, describe_machine, ffmpeg_version, own_cpu_s
-from cli.bench_report import as_json, show, show_cases, write_plot
+from cli.bench_report import as_json, show, show_cases, ticks_between, write_plot
 from cli.load import ConfigError
 
 FIELDS = {"name", "ours", "baseline", "unit", "ratio", "limit", "of_limit", "runs"}
@@ -203,7 +203,7 @@ def test_the_plot_has_panels_for_curves(tmp_path: Path) -> None:
     write_plot(drawn, "title", [replace(result(), findings=Findings(panels=panels))])
     with Image.open(bare) as small, Image.open(drawn) as large:
         assert large.width == small.width
-        assert large.height == small.height + 2 * round(3.2 * 140)
+        assert large.height == small.height + 2 * round(4.2 * 140)
 
 
 def test_busyness_counts_others_and_not_ourselves() -> None:
@@ -276,7 +276,10 @@ def test_list_tells_every_case(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--only", "nonsense"], "--only names 'nonsense'; allowed: media.video_gop250_1fps, "),
+        (
+            ["--only", "nonsense"],
+            "--only names 'nonsense'; allowed, with or without media., or how they begin:\n  media.video_gop250_1fps, ",
+        ),
         (["--json", "/no/such/place/x.json"], "no such directory /no/such/place"),
         (["--plot", "x.jpg"], "ends in .png"),
         (["--plot", "/no/such/place/x.png"], "no such directory"),
@@ -296,7 +299,18 @@ def test_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "pip install 'mimo-epd[bench]'" in str(done.exception)
 
 
-@pytest.mark.parametrize("arguments", [["--runs", "0"], ["--runs", "x"], ["--threads", "0"], ["--nonsense"]])
+def test_plot_with_a_matplotlib_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    done = run("--plot", str(tmp_path / "x.png"), cache=tmp_path)
+    assert isinstance(done.exception, ConfigError)
+    assert "does not load" in str(done.exception)
+    assert "'mimo-epd[bench]'" in str(done.exception)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--runs", "0"], ["--runs", "x"], ["--threads", "0"], ["--threads", "1000000"], ["--nonsense"]]
+)
 def test_wrong_flags_exit_2(tmp_path: Path, arguments: list[str]) -> None:
     assert run(*arguments, cache=tmp_path).exit_code == 2
 
@@ -313,17 +327,98 @@ def test_help_names_everything() -> None:
 
 
 def test_a_fault_keeps_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> float:
-        raise BenchFailed("it broke")
+    """Of all cases, those after it too; a fault nobody thought of as well."""
 
-    good = case(Contest(detail="", ours=figures(1.0), baseline=2.0), "media.good")
-    bad = case(Contest(detail="", ours=broken), "media.bad")
-    monkeypatch.setattr(bench_media, "CASES", (good, bad))
+    def failing(error: Exception) -> Contender:
+        def run() -> float:
+            raise error
+
+        return run
+
+    good = [case(Contest(detail="", ours=figures(1.0), baseline=2.0), f"media.good_{at}") for at in range(3)]
+    broken = [BenchFailed("it broke"), ZeroDivisionError("nothing"), ImportError("no symbol", name="others")]
+    bad = [case(Contest(detail="", ours=failing(error)), f"media.bad_{at}") for at, error in enumerate(broken)]
+    also = case(Contest(detail="", ours=failing(BenchFailed("it broke"))), "media.bad_too")
+    monkeypatch.setattr(bench_media, "CASES", (good[0], bad[0], good[1], bad[1], also, bad[2], good[2]))
     json_file = tmp_path / "found.json"
-    done = run("--runs", "1", "--json", str(json_file), cache=tmp_path)
+    done = run("--runs", "1", "--json", str(json_file), "--plot", str(tmp_path / "found.png"), cache=tmp_path)
     assert done.exit_code == 1
-    assert "media.bad: it broke" in done.stderr
-    assert [each["name"] for each in json.loads(json_file.read_text())["results"]] == ["media.good"]
+    assert "media.bad_0, media.bad_too: it broke" in done.stderr
+    assert "media.bad_1: ZeroDivisionError: nothing" in done.stderr
+    assert "media.bad_2: others is there and does not load (no symbol); pip install" in done.stderr
+    found = json.loads(json_file.read_text())
+    assert [each["name"] for each in found["results"]] == ["media.good_0", "media.good_1", "media.good_2"]
+    assert [each["name"] for each in found["failed"]] == ["media.bad_0", "media.bad_1", "media.bad_too", "media.bad_2"]
+    assert found["failed"][0]["reason"] == "it broke"
+    assert "good_2" in done.stdout
+    assert (tmp_path / "found.png").exists()
+
+
+def test_only_takes_names_and_how_names_begin() -> None:
+    cases = [case(Contest(detail="", ours=1.0), name) for name in ("kv.hit", "kv.hit_low", "kv.sweep", "kv.kv_x")]  # type: ignore[arg-type]
+
+    def chosen(*named: str) -> list[str]:
+        return [each.name.partition(".")[2] for each in chosen_cases(cases, named, "kv")]
+
+    assert chosen() == chosen("kv") == chosen("kv.") == ["hit", "hit_low", "sweep", "kv_x"]
+    assert chosen("hit") == chosen("kv.hit") == ["hit"]
+    assert chosen("hi") == chosen("kv.h") == ["hit", "hit_low"]
+    assert chosen("sweep", "hit_l") == ["hit_low", "sweep"], "in the order of the bench"
+    for wrong in ("it", "kv.kv.hit", "", "hits"):
+        with pytest.raises(ConfigError, match=r"kv\.hit, kv\.hit_low, kv\.sweep") as refused:
+            chosen("hit", wrong)
+        assert repr(wrong) in str(refused.value)
+    many = [case(Contest(detail="", ours=1.0), f"kv.some_long_name_{at}") for at in range(40)]  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as refused:
+        chosen_cases(many, ["x"], "kv")
+    assert max(map(len, str(refused.value).splitlines())) <= 100
+
+
+def test_cases_without_their_package_are_left_out_or_refused() -> None:
+    plain = case(Contest(detail="", ours=1.0), "kv.plain")  # type: ignore[arg-type]
+    bound = replace(plain, name="kv.bound", needs="no_such_package")
+    assert runnable_cases([plain], are_named=True, extra="test") == ([plain], None)
+    left, words = runnable_cases([plain, bound], are_named=False, extra="test")
+    assert left == [plain]
+    assert words == "left out: kv.bound: not installed, but needed: no_such_package; pip install 'mimo-epd[test]'"
+    with pytest.raises(ConfigError, match=r"kv\.bound: not installed, but needed: no_such_package"):
+        runnable_cases([plain, bound], are_named=True, extra="test")
+
+
+def test_list_tells_the_cases_of_only(tmp_path: Path) -> None:
+    done = run("--list", "--only", "audio", cache=tmp_path)
+    assert re.findall(r"^media\.\w+", done.stdout, re.MULTILINE) == ["media.audio_10min", "media.audio_10min_m4a"]
+    assert isinstance(run("--list", "--only", "nonsense", cache=tmp_path).exception, ConfigError)
+
+
+@pytest.mark.parametrize("width", [20, 30, 40, 60])
+def test_names_are_whole_on_narrow_terminals(width: int) -> None:
+    console = Console(width=width, record=True, highlight=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    show(console, [result("media.video_gop250_1fps_decode"), result("media.rate", ours=17.5, unit="req/s")])
+    console.file.close()
+    lines = console.export_text().splitlines()
+    assert "video_gop250_1fps_decode" in lines
+    assert "  of limit  0.50" in lines
+    assert "  ours      17.5 /s" in lines
+
+
+def test_output_that_is_piped_is_not_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "media." + "a_rather_long_name_" * 6
+    monkeypatch.setattr(bench_media, "CASES", (case(Contest(detail="word " * 60, ours=figures(1.0)), name),))
+    monkeypatch.setenv("COLUMNS", "40")
+    done = run("--runs", "1", cache=tmp_path)
+    assert any(line.split()[:3] == [name.partition(".")[2], "1", "s"] for line in done.stdout.splitlines()), done.stdout
+    assert f"{name}: {'word ' * 60}" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) < 500
+
+
+def test_ticks_are_a_few_short_numbers_within_the_axis() -> None:
+    for low, high in ((0.7, 1.3), (0.9, 5.0), (0.75, 50.0), (0.5, 3e6), (0.95, 1.6)):
+        ticks = ticks_between(low, high)
+        assert 3 <= len(ticks) <= 15
+        assert all(low <= tick <= high for tick in ticks)
+        assert 1 in ticks
+        assert all(len(f"{tick:.12g}") <= 7 for tick in ticks)
 
 
 def test_an_interruption_keeps_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,15 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from cli.app import app
-from cli.bench import chosen_cases
-from cli.bench_kv import kv_cases, left_out
+from cli.bench_kv import kv_cases
 from cli.bench_kv_bytes import bytes_per_token
 from cli.bench_kv_config import DIRECTORY, WORKLOADS, read_workload
 from cli.bench_kv_contest import CONTENDERS, Arena, Geometry
 from cli.bench_kv_sim import Replay, ServerTimes
 from cli.bench_kv_trace import Request, Run, Session, Trace, Turn, contexts, written
 from cli.bench_kv_workloads import ConversationWorkload, SyntheticWorkload
-from cli.load import ConfigError
 from epd import DualPool, PrefixCache, RetentionPolicy, make_policy
 
 PAGE_SIZE = 16
@@ -291,44 +289,6 @@ def test_a_long_sequence_holds_what_the_geometry_says(model: str, ratio: float) 
     assert least <= held <= 1.02 * least
 
 
-# Files
-
-
-def edited(tmp_path: Path, old: str, new: str) -> Path:
-    text = (DIRECTORY / "agent.toml").read_text()
-    assert old in text
-    (tmp_path / "agent.toml").write_text(text.replace(old, new))
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "words"),
-    [
-        ("num_sessions = 64", "number_sessions = 64", "'number_sessions' is unknown; allowed: seed, num_sessions"),
-        ("[cache]", "[cash]", "section 'cash' is unknown; allowed: workload"),
-        (
-            "mean = 6.5, sd = 1.3",
-            "mean = 6.5, deviation = 1.3",
-            "tool_result 'deviation' is unknown; allowed: mean, sd",
-        ),
-        ("seed = 20260\n", "", "has no 'seed'"),
-        ("headline = 0.2", "headline = -0.2", "must be above 0"),
-        ("headline = 0.2", 'headline = "much"', "headline"),
-        ("max_running = 32", "max_running = 0", "at least 1"),
-        ("[cache]", "[cache", "Expected"),
-    ],
-)
-def test_a_workload_file_with_a_fault_is_refused(tmp_path: Path, old: str, new: str, words: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        read_workload("agent", edited(tmp_path, old, new))
-    assert words in str(refused.value)
-
-
-def test_a_workload_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"agent\.toml"):
-        read_workload("agent", tmp_path)
-
-
 # The command
 
 
@@ -343,17 +303,7 @@ def test_names_of_the_contract_are_there() -> None:
         "kv.synthetic_hit_rate",
         "kv.ttft_warm_8k",
     } <= names
-    assert left_out() is not None or {"kv.prefill_4k", "kv.decode_b1", "kv.decode_b8"} <= names
-
-
-def test_only_takes_names_and_what_names_begin_with() -> None:
-    cases = kv_cases()
-    assert [case.name for case in chosen_cases(cases, ["agent_hit_rate"], "kv")] == ["kv.agent_hit_rate"]
-    assert {case.name for case in chosen_cases(cases, ["agent"], "kv")} == {
-        case.name for case in cases if case.name.startswith("kv.agent_")
-    }
-    with pytest.raises(ConfigError, match="names 'agen'"):
-        chosen_cases(cases, ["agen"], "kv")
+    assert {"kv.prefill_4k", "kv.decode_b1", "kv.decode_b8"} <= names
 
 
 def test_bench_on_a_tiny_workload(tmp_path: Path) -> None:
@@ -361,7 +311,7 @@ def test_bench_on_a_tiny_workload(tmp_path: Path) -> None:
     shutil.copytree(DIRECTORY, workloads)
     text = (DIRECTORY / "agent.toml").read_text()
     tiny = text.replace("[quick]\nnum_sessions = 6", "[quick]\nnum_sessions = 3").replace("[20, 120]", "[5, 9]")
-    (workloads / "agent.toml").write_text(tiny.replace("sweep = [0.05, 0.1, 0.2, 0.4]", "sweep = [0.2, 0.4]"))
+    (workloads / "agent.toml").write_text(tiny.replace("sweep = [0.1, 0.4]", "sweep = [0.2, 0.4]"))
     options = ["--only", "agent_hit_rate", "--only", "agent_sweep", "--only", "bytes_per_token"]
     plot = ["--plot", str(tmp_path / "kv.png")]
     args = ["bench", "kv", "--quick", "--workloads", str(workloads), *options, "--json", str(found), *plot]
