@@ -21,6 +21,7 @@ from cli.greet import greet_encoder
 from cli.load import BUILTIN_MODELS, MODES, ConfigError, ServeConfig, as_json
 from cli.load_role import EncoderDeployment, given_role, load_any
 from cli.load_workers import check_workers
+from cli.logs import log_to_stderr
 from cli.preflight import check_deployment
 from cli.runtime import run_directory
 from cli.stage import EncoderStage, FrontStage, GatewayStage, Stage, WorkerStage
@@ -204,6 +205,7 @@ async def _serve(config: ServeConfig) -> None:
     if config.mode == "unified":
         from cli.unified import serve_unified
 
+        log_to_stderr("unified")
         await serve_unified(config, stop, on_ready=lambda: _greet(config))
         return
     await _serve_processes(config, build_stages(config), stop, announce=lambda: _announce(config))

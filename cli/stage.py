@@ -5,7 +5,6 @@ Started by the supervisor, which writes FILE; the stage and its name stand on th
 
 import argparse
 import ctypes
-import logging
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from cli.logs import log_to_stderr
 from cli.orphan import follow_parent
 from encoder import FrontConfig, SglangConfig
 from encoder.config import EncoderConfig
@@ -165,11 +165,7 @@ def main() -> None:
     if is_head:
         die_with_parent(arguments.parent)
     follow_parent(arguments.parent, is_head=is_head, directory=directory, drain_s=arguments.drain_s)
-    logging.basicConfig(
-        level=logging.INFO,
-        format=f"%(asctime)s {arguments.name} %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    log_to_stderr(arguments.name)
     run(read_settings(arguments.stage, arguments.settings))
 
 

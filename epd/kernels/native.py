@@ -19,6 +19,8 @@ from pathlib import Path
 
 _FLAGS = ("-O3", "-std=c++17", "-march=native", "-fopenmp", "-fPIC")
 _COMPILE_TIMEOUT_S = 300.0
+# Characters of what a compiler says.
+_MAX_SHOWN = 500
 _HUGE_PAGE_BYTES = 2 << 20
 
 
@@ -30,8 +32,17 @@ def load_library(source: Path) -> ctypes.CDLL | str:
     try:
         return ctypes.CDLL(str(_built(compiler, source)))
     except (OSError, subprocess.SubprocessError) as error:
-        stderr = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
-        return f"the kernel could not be built with {compiler}: {error} {stderr}".strip()
+        return f"the kernel could not be built with {compiler}: {_what_failed(error)}"
+
+
+def _what_failed(error: OSError | subprocess.SubprocessError) -> str:
+    """In one line."""
+    if isinstance(error, subprocess.CalledProcessError):
+        said = " ".join(str(error.stderr).split())[:_MAX_SHOWN]
+        return f"it ended with {error.returncode}{f': {said}' if said else ' and said nothing'}"
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"it took more than {error.timeout:g} s"
+    return str(error)
 
 
 def prefer_huge_pages(address: int, size_bytes: int) -> bool:

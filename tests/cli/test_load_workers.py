@@ -6,9 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from cli.load import BUILTIN_MODELS, ConfigError, load
 from cli.load_workers import check_workers
+from cli.serve import serve
 
 NANO = BUILTIN_MODELS["mimo-nano"]
 
@@ -126,3 +129,35 @@ def test_a_model_without_windows_has_no_window_to_set(tmp_path: Path) -> None:
     check(tmp_path, {}, model=str(folder))
     with pytest.raises(ConfigError, match=r"engine.window_left is 5, but this model has no window layers"):
         check(tmp_path, {"engine.window_left": "5"}, model=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (
+            "engine.attention=foo",
+            "engine.attention is 'foo'; allowed: auto, reference, cpu, cpu-torch, sdpa, flex, fla",
+        ),
+        ("prefill.attention=flashinfer", "prefill.attention is 'flashinfer', which needs a device of type cuda"),
+        ("engine.window_left=-1", "engine.window_left is -1; allowed: 0 or more"),
+        ("engine.dense_retention_tokens=-3", "engine.dense_retention_tokens is -3; allowed: 0 or more"),
+        ("engine.kv_budget_bytes=10", "prefill workers cannot start: engine.kv_budget_bytes is 10, too little for"),
+        ("decode.page_size=2000", "decode.page_size is 2,000; allowed: 1 to 1,024"),
+        ("engine.chunk_tokens=1000000", "engine.chunk_tokens is 1,000,000; allowed: 1 to 262,144"),
+        ("engine.dtype=int3", "engine.dtype is 'int3'; allowed: float32, bfloat16, float16"),
+        ("engine.device=abacus", "engine.device is 'abacus'; allowed: cpu, cuda, cuda:0"),
+        ("engine.cuda_graphs=maybe", "engine.cuda_graphs is 'maybe'; allowed: true or false"),
+        ("engine.window_eviction=fifo", "engine.window_eviction is 'fifo'; allowed: marginal, tail, lru"),
+        ("engine.draft_tokens=9", "engine.draft_tokens is 9; allowed: 0, 1, 2, 3, or leave it out"),
+        ("engine.draft_tokens=x", "engine.draft_tokens is 'x'; allowed: a whole number, or leave it out"),
+        ("engine.weights=q", "engine.weights is 'q'; allowed: bfloat16, float32, keep, or leave it out"),
+        ("engine.peer_timeout_s=soon", "engine.peer_timeout_s is 'soon'; allowed: a number"),
+        ("decode.draft_tokens=0", "prefill.draft_tokens is not set and decode.draft_tokens is 0; allowed: the same in"),
+    ],
+)
+def test_print_config_refuses_with_key_value_and_what_is_allowed(setting: str, message: str) -> None:
+    command = typer.Typer()
+    command.command()(serve)
+    refused = CliRunner().invoke(command, ["--print-config", "--set", setting]).exception
+    assert isinstance(refused, ConfigError)
+    assert str(refused).startswith(message), str(refused)

@@ -4,6 +4,7 @@ sixteen at a time, greedy. The reference is the plainest way: one process, no ca
 import base64
 import io
 import random
+import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -124,3 +125,6 @@ def test_every_deployment_gives_the_same_answers(
             found = answers(service, batch)
             different = [i for i, (ours, theirs) in enumerate(zip(found, reference, strict=True)) if ours != theirs]
             assert not different, (batch, [(i, found[i], reference[i]) for i in different[:3]])
+    said = service.log_path.read_text()
+    assert re.search(r"epd\.engine\.worker: KV: [\d,]+ bytes as \d+ full pages", said)
+    assert 'attention over pages: "' in said

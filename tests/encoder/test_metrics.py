@@ -1,11 +1,16 @@
 """What replicas say of themselves, as Prometheus reads it."""
 
+import re
+from pathlib import Path
+
+import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from encoder.metrics import replica_metrics
+from encoder import metrics
+from encoder.metrics import COUNTER_TEXTS, replica_metrics
 from encoder.types import EncoderInfo
 from preprocess.types import Modality
 
@@ -49,7 +54,16 @@ def test_every_replica_is_told_of_and_only_those_that_are_up_in_detail() -> None
         'mimo_encoder_wedged{replica="encoder-0"} 1.0',
         'mimo_encoder_tower_seconds{replica="encoder-0"} 1.5',
         'mimo_encoder_hits{replica="encoder-0"} 7.0',
+        f"# HELP mimo_encoder_tower_seconds {COUNTER_TEXTS['tower_seconds']}",
     ):
         assert line in lines
     # Two encoders, one arena: it counts once.
     assert sum(line.startswith("mimo_encoder_cache_entries{") for line in lines) == 1
+
+
+@pytest.mark.parametrize(("module", "prefix"), [("server.py", ""), ("tiers/second.py", "tier_")])
+def test_every_counter_has_a_text(module: str, prefix: str) -> None:
+    source = (Path(metrics.__file__).parent / module).read_text()
+    names = set(re.findall(r'counters\["(\w+)"\]', source))
+    assert len(names) >= 7
+    assert {prefix + name for name in names} <= COUNTER_TEXTS.keys()

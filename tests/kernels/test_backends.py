@@ -8,6 +8,7 @@ sequences in fp32 is the truth. Afterwards the pages must hold the new tokens, a
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from epd.config import Attention
 from epd.kernels import paged_native
-from epd.kernels.backends import BACKENDS, make_backend
+from epd.kernels.backends import AUTO, BACKENDS, make_backend
 from epd.kernels.base import AttentionBackend, AttentionSpec, PagedSequence
 from epd.kernels.reference import DenseAttention
 
@@ -322,3 +324,7 @@ def test_an_unknown_name_is_refused_with_those_there_are() -> None:
     batch = Batch(Case([Item(0, 1)]), torch.float32)
     with pytest.raises(ValueError, match="'fast'; allowed: auto, reference, cpu, cpu-torch"):
         make_backend("fast", batch, page_size=16, device_type="cpu")
+
+
+def test_the_settings_know_every_backend() -> None:
+    assert set(get_args(Attention)) == {AUTO, *BACKENDS}
