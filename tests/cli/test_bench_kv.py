@@ -3,6 +3,7 @@ faults are refused."""
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cli.app import app
+from cli.bench_case import BenchFailed
 from cli.bench_kv import kv_cases
 from cli.bench_kv_bytes import bytes_per_token
 from cli.bench_kv_config import DIRECTORY, WORKLOADS, read_workload
@@ -17,6 +19,7 @@ from cli.bench_kv_contest import CONTENDERS, Arena, Geometry
 from cli.bench_kv_sim import Replay, ServerTimes
 from cli.bench_kv_trace import Request, Run, Session, Trace, Turn, contexts, written
 from cli.bench_kv_workloads import ConversationWorkload, SyntheticWorkload
+from cli.load import ConfigError
 from epd import DualPool, PrefixCache, RetentionPolicy, make_policy
 
 PAGE_SIZE = 16
@@ -304,6 +307,50 @@ def test_names_of_the_contract_are_there() -> None:
         "kv.ttft_warm_8k",
     } <= names
     assert {"kv.prefill_4k", "kv.decode_b1", "kv.decode_b8"} <= names
+
+
+@pytest.mark.parametrize("name", list(WORKLOADS))
+def test_quick_has_room_for_every_contender(name: str) -> None:
+    """Whatever `--quick` plays: pools above the least that its server needs, and a share of requests that they hold."""
+    file = read_workload(name).as_played(quick=True)
+    ring = Arena(file, file.trace(quick=True), Geometry.of(PRO, file.cache.page_size))
+    for who, contender in CONTENDERS.items():
+        for share in (file.budget.headline, *file.budget.sweep):
+            if not contender.is_infinite:
+                num_full, num_window = ring.num_pages(who, share)
+                assert (num_window == 0) == contender.single_pool
+                lengths = [len(request.keys) for _, requests in ring.sessions for request in requests]
+                # A single pool of few bytes is what cannot hold many.
+                assert contender.single_pool or sum(length < num_full for length in lengths) > 0.9 * len(lengths)
+
+
+def test_pools_too_small_for_the_server_are_told_by_file_and_share() -> None:
+    ring = arena(small("agent"), max_running=4096)
+    with pytest.raises(BenchFailed, match=r"0\.05 of the working set of agent\.toml is too little: KV budget of"):
+        ring.tally("ours", 0.05)
+
+
+def test_a_transformers_that_does_not_load_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "transformers"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("from torch import no_such_name\n")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("MIMO_CACHE_DIR", str(tmp_path / "cache"))
+    args = ["bench", "kv", "--quick", "--threads", "1", "--only", "decode_b1", "--only", "bytes_per_token_pro"]
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == 1
+    assert "kv.decode_b1: transformers is there and does not load (cannot import name 'no_such_name'" in done.stderr
+    assert "bytes_per_token_pro" in done.stdout
+
+
+def test_without_transformers_its_cases_are_refused_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cli.bench_choice.find_spec", lambda name: None)
+    done = CliRunner().invoke(app, ["bench", "kv", "--only", "decode_b1"])
+    assert isinstance(done.exception, ConfigError)
+    assert str(done.exception).startswith("kv.decode_b1: not installed, but needed: transformers; pip install")
+    assert done.output == ""
 
 
 def test_bench_on_a_tiny_workload(tmp_path: Path) -> None:
