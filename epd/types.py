@@ -96,11 +96,15 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
-    """Gateway to prefill. `decode_address` names where the KV goes; None for a worker that decodes, too."""
+    """Gateway to prefill. `decode_address` names where the KV goes; None for a worker that decodes, too.
+
+    `kv_fingerprint` is how that worker holds KV: a prompt is not computed for one that could not use it.
+    """
 
     request: GenerateRequest
     decode_address: str | None = None
     decode_incarnation: str | None = None
+    kv_fingerprint: str | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):

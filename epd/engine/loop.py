@@ -187,6 +187,10 @@ class EngineLoop:
                 peer, request, f"a {role} worker cannot take a prompt for decode worker {message.decode_address}"
             )
             return
+        if message.kv_fingerprint not in (None, self._mover.fingerprint):
+            differ = f"{message.decode_address} holds KV as {message.kv_fingerprint}, not {self._mover.fingerprint}"
+            self._refuse(peer, request, f"decode worker {differ}, as this worker does", code="kv_layout")
+            return
         if request.request_id in self._scheduler:
             logger.warning("request %s was submitted twice; the second is ignored", request.request_id)
             return
@@ -338,8 +342,9 @@ class EngineLoop:
             else:
                 logger.debug("%s", error)
 
-    def _refuse(self, peer: Peer, request: GenerateRequest, message: str) -> None:
-        self._end(peer, request, Failure(500, "wrong_role", message))
+    def _refuse(self, peer: Peer, request: GenerateRequest, message: str, *, code: str = "wrong_role") -> None:
+        """For what no further attempt would change."""
+        self._end(peer, request, Failure(500, code, message))
 
     def _end(self, peer: Peer, request: GenerateRequest, failure: Failure | None) -> None:
         """The Finish of a request the scheduler never had. Without a failure it was cancelled."""

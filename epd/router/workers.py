@@ -234,7 +234,12 @@ class Fleet:
         # Decode must know whose deltas these are before the KV can arrive.
         await second.channel.send(ExpectKv(request=request))
         await first.channel.send(
-            Submit(request=request, decode_address=info.address, decode_incarnation=info.incarnation)
+            Submit(
+                request=request,
+                decode_address=info.address,
+                decode_incarnation=info.incarnation,
+                kv_fingerprint=info.kv_fingerprint or None,
+            )
         )
 
     async def _listen(self, worker: Worker) -> None:

@@ -164,6 +164,25 @@ def test_another_incarnation_refuses(pair: Pair) -> None:
     pair.assert_nothing_leased()
 
 
+@pytest.mark.parametrize("changes", [{"page_size": 8}, {"dtype": "bfloat16"}, {"weights": "bfloat16"}])
+def test_a_prompt_is_not_computed_for_a_worker_that_holds_kv_otherwise(
+    make_bench: MakeBench, changes: dict[str, object]
+) -> None:
+    pair = make_pair(make_bench, **changes)
+    infos = [bench.engine.loop._info(0) for bench in (pair.prefill, pair.decode)]
+    assert infos[0].kv_fingerprint != infos[1].kv_fingerprint
+    where = {"decode_address": "decode", "decode_incarnation": infos[1].incarnation}
+    pair.prefill.submit(make_request("a", PROMPT), kv_fingerprint=infos[1].kv_fingerprint, **where)
+    pair.prefill.run()
+    finish = pair.prefill.finishes["a"]
+    assert (finish.code, finish.status, finish.retryable) == ("kv_layout", 500, False)
+    assert infos[1].kv_fingerprint in finish.message
+    assert pair.prefill.engine.scheduler.counters.steps == 0
+    pair.prefill.submit(make_request("b", PROMPT), kv_fingerprint=infos[0].kv_fingerprint, **where)
+    pair.prefill.run()
+    assert pair.prefill.engine.scheduler.counters.steps > 0
+
+
 @pytest.mark.parametrize(
     "changes",
     [

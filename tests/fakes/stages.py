@@ -64,6 +64,7 @@ class FakeWorker:
     """A Finish to give instead of an answer (its request_id is replaced)."""
     mute: bool = False
     """Does not answer heartbeats."""
+    kv_fingerprint: str = ""
     aborted: list[str] = field(default_factory=list)
     submitted: list[GenerateRequest] = field(default_factory=list)
     _running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -220,6 +221,7 @@ class FakeWorker:
             window_pages_free=5,
             window_pages_total=8,
             ready=self.ready,
+            kv_fingerprint=self.kv_fingerprint,
             counters={"steps_total": 7.0},
         )
 

@@ -213,3 +213,23 @@ async def test_models_health_ready_metrics() -> None:
             assert set((await response.json())["waiting_for"]) == {"decode", "encoder"}
         async with stack.session.get("/health") as response:
             assert response.status == 200
+
+
+async def test_workers_that_hold_kv_otherwise_are_not_ready_and_get_nothing() -> None:
+    roles = (Role.PREFILL, Role.DECODE)
+    async with running_gateway(roles=roles, restart_wait_s=0.1) as stack:
+        await stack.ask()
+        for worker, kind in zip(stack.workers, ("odd", "even"), strict=True):
+            worker.kv_fingerprint = kind
+        for worker in stack.workers:
+            worker.submitted.clear()
+        await asyncio.sleep(0.2)
+        async with stack.session.get("/ready") as response:
+            assert response.status == 503
+            waiting_for = (await response.json())["waiting_for"]
+        assert set(waiting_for) == {"prefill", "decode"}
+        assert "no decode worker holds KV as this one does (page_size, dtype" in waiting_for["prefill"][0]
+        status, body, _ = await stack.ask()
+        assert status == 503, body
+        assert "no two workers of the stages prefill and decode hold KV in the same way" in body["error"]["message"]
+        assert not any(worker.submitted for worker in stack.workers)
