@@ -8,7 +8,7 @@ whose row names the page. A page the tree holds is evictable when neither applie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from epd.cache.boundaries import nodes_looking_up
 from epd.cache.lru import Rank, VictimQueue
@@ -85,21 +85,34 @@ class TreeLedger:
         return self.pool.allocate(num_full, num_window)
 
     def evict_full(self, num_pages: int) -> int:
-        """Free up to `num_pages` full pages, from the ends of unused leaves inwards; returns how many were freed."""
-        freed = 0
-        while freed < num_pages and (node := self._first(self._full_victims, self._policy.full_rank)) is not None:
+        """Free up to `num_pages` full pages, from the ends of unused leaves inwards; returns how many were freed.
+
+        Only what decides the next victim is kept up to date meanwhile. Joining nodes and ranking windows anew waits
+        for the end, when most of the nodes it would be done for are gone: a request may evict thousands of leaves.
+        """
+        gone_full: list[int] = []
+        gone_windows: list[int] = []
+        touched: dict[int, Node] = {}
+        if num_pages > 0 and (node := self._first(self._full_victims, self._policy.full_rank)) is not None:
+            self._policy.ran_short(self._full_victims.rank(node.node_id) or (0, 0), self._tick)
+        while (left := num_pages - len(gone_full)) > 0:
+            node = self._first(self._full_victims, self._policy.full_rank)
+            if node is None:
+                break
             parent = node.parent
             assert parent is not None
-            full_pages, window_pages = self.tree.truncate(node, min(num_pages - freed, node.num_pages))
-            self.pool.full.free(full_pages, PageOwner.TREE)
-            self._free_windows(window_pages)
-            freed += len(full_pages)
+            full_pages, window_pages = self.tree.truncate(node, min(left, node.num_pages))
+            gone_full += full_pages
+            gone_windows += window_pages
             self._policy.leaf_lost(node)
-            self.refresh(node)
-            self._refresh_above(node)
-            self.tidy(parent)
-        self.num_evicted_full += freed
-        return freed
+            for one in (node, parent):
+                touched[one.node_id] = one
+                self._refresh_full(one)
+        self.pool.full.free(gone_full, PageOwner.TREE)
+        self._free_windows(gone_windows)
+        self._settle(touched.values())
+        self.num_evicted_full += len(gone_full)
+        return len(gone_full)
 
     def evict_window(self, num_pages: int) -> int:
         """Free up to `num_pages` window pages, full pages staying; returns how many were freed."""
@@ -186,15 +199,38 @@ class TreeLedger:
 
     def refresh(self, node: Node) -> None:
         """Bring the victim queues up to date after any change to `node`."""
-        alive = self.tree.nodes.get(node.node_id) is node and node is not self.tree.root
-        if alive and node.is_leaf and not node.is_protected:
-            self._full_victims.put(node.node_id, self._policy.full_rank(node))
-        else:
-            self._full_victims.discard(node.node_id)
-        if alive and node.window_pages and node.window_pages[0] not in self.refs:
+        self._refresh_full(node)
+        if self._is_alive(node) and node.window_pages and node.window_pages[0] not in self.refs:
             self._window_victims.put(node.node_id, self._policy.window_rank(node))
         else:
             self._window_victims.discard(node.node_id)
+
+    def _refresh_full(self, node: Node) -> None:
+        if self._is_alive(node) and node.is_leaf and not node.is_protected:
+            self._full_victims.put(node.node_id, self._policy.full_rank(node))
+        else:
+            self._full_victims.discard(node.node_id)
+
+    def _is_alive(self, node: Node) -> bool:
+        return self.tree.nodes.get(node.node_id) is node and node is not self.tree.root
+
+    def _settle(self, touched: Iterable[Node]) -> None:
+        """Leaves went from these nodes, or they are gone themselves: join what is left, and rank it and what is above.
+
+        From the top down, so that a row of nodes grows at its end. What a lost leaf leant on is above its lost place,
+        which is below the nearest node that is left of its path.
+        """
+        for node in sorted(touched, key=lambda one: one.start):
+            if not self._is_alive(node):
+                self.refresh(node)
+                continue
+            last = node
+            while (joined := self.tree.merge_down(last)) is not None:
+                self._policy.overtaken(last, joined)
+                self.refresh(last)
+                last = joined
+            self.refresh(last)
+            self._refresh_above(last)
 
     def touch(self, node: Node) -> None:
         """Note a use of the path to `node`'s end. Windows are touched for the last window and page only, so that
@@ -215,6 +251,11 @@ class TreeLedger:
         self.refresh(node)
         # A leaf used again may be worth less than it was: so are the windows above that its end needs.
         self._refresh_above(node)
+
+    def note_resumption(self, node: Node) -> None:
+        """A lookup ended at `node`'s end, whose sequence goes on from there. `node` is in use, so in no full queue."""
+        if node.is_leaf and node is not self.tree.root:
+            self._policy.resumed(node)
 
     def note_continuation(self, node: Node, child: Node) -> None:
         """`node` was a leaf until `child` continued it."""

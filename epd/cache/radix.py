@@ -20,10 +20,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 from epd.kv.errors import PageStateError
 
 __all__ = ["Node", "RadixTree", "Walk"]
+
+ItemT = TypeVar("ItemT")
 
 
 class Node:
@@ -32,6 +35,7 @@ class Node:
     __slots__ = (
         "access",
         "children",
+        "credit",
         "full_pages",
         "heat",
         "heat_at",
@@ -60,6 +64,8 @@ class Node:
         # How much its end is used, as of a time: a victim policy's (see victims.py).
         self.heat = 0.0
         self.heat_at = 0
+        # Uses of the cache that its end may be older than others before its full pages go: the victim policy's too.
+        self.credit = 0
 
     @property
     def num_pages(self) -> int:
@@ -182,9 +188,9 @@ class RadixTree:
             return None
         assert node.parent is not None
         child.start, child.parent = node.start, node.parent
-        child.keys = node.keys + child.keys
-        child.full_pages = node.full_pages + child.full_pages
-        child.window_pages = node.window_pages + child.window_pages
+        child.keys = _joined(node.keys, child.keys)
+        child.full_pages = _joined(node.full_pages, child.full_pages)
+        child.window_pages = _joined(node.window_pages, child.window_pages)
         child.access = max(node.access, child.access)
         child.window_access = max(node.window_access, child.window_access)
         node.parent.children[child.keys[0]] = child
@@ -289,6 +295,15 @@ class RadixTree:
         self._next_id += 1
         self.nodes[node.node_id] = node
         return node
+
+
+def _joined(upper: list[ItemT], lower: list[ItemT]) -> list[ItemT]:
+    """Both in one list, the longer of them, which is changed: a run that grows by joins is not copied at each."""
+    if len(upper) < len(lower):
+        lower[:0] = upper
+        return lower
+    upper += lower
+    return upper
 
 
 def common_pages(run: Sequence[bytes], keys: Sequence[bytes], start: int, stop: int) -> int:

@@ -249,6 +249,7 @@ class SequencePages:
         if with_window and ledger.window_pages:
             self._lease_window(window_floor(num_pages, ledger.window_pages))
         self.num_cached_tokens = self.num_committed_tokens = num_pages * self._page_size
+        ledger.note_resumption(node)
         ledger.touch(node)
         # A lookup that full pages would have taken further does not show that others will end here.
         if with_window and not self._junctions:

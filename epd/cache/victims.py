@@ -12,6 +12,10 @@ the branch. When a boundary goes, its heat moves to the next shallower one, wher
 so a path gets dearer the fewer boundaries it has left. Heat halves every so many lookups; as everything decays alike,
 the order never changes by waiting, and log2(loss) + time / half-life is a key for a heap.
 
+Full pages go by last use, with one thing more to tell: a leaf that a lookup has resumed from is more likely to be
+resumed from again than one that only ever was a prompt and its answer, most of which nobody comes back to. Its pages
+are kept for as long again as pages live at present: it counts as used that much later.
+
 `TailKeepingLru` knows recency and the shape of a node, `PlainLru` recency alone; both are there to be compared with.
 """
 
@@ -32,6 +36,8 @@ _UNUSED_HEAT = 1 / 32
 """What a boundary is worth that nobody has used: lookups per half-life, against 1 for the end of a sequence."""
 _KEY_STEPS = 1 << 16
 """Steps of a key per factor of two."""
+_LIFETIME_SAMPLES = 16
+"""Evictions that the present lifetime of full pages is a mean over, roughly."""
 _CROWDED = 1 << 10
 """Factor for a window that more boundaries need than are looked at."""
 
@@ -63,8 +69,16 @@ class VictimPolicy(Protocol):
         """A lookup ended, or the next is likely to end, at the node's end."""
         ...
 
+    def resumed(self, node: Node) -> None:
+        """A lookup ended at the end of this leaf and its sequence goes on from there."""
+        ...
+
     def overtaken(self, node: Node, child: Node) -> None:
         """`child` continues what was a leaf."""
+        ...
+
+    def ran_short(self, rank: Rank, tick: int) -> None:
+        """Full pages are about to go, first those of the node of this rank. `tick`: uses so far, as in Node.access."""
         ...
 
     def ends_lost(self, node: Node, num_windows: int) -> None:
@@ -96,8 +110,14 @@ class PlainLru:
     def used(self, node: Node, clock: int) -> None:
         """Recency is kept by the ledger."""
 
+    def resumed(self, node: Node) -> None:
+        """Recency is kept by the ledger."""
+
     def overtaken(self, node: Node, child: Node) -> None:
         """Nothing moves."""
+
+    def ran_short(self, rank: Rank, tick: int) -> None:
+        """Recency is kept by the ledger."""
 
     def ends_lost(self, node: Node, num_windows: int) -> None:
         """Nothing moves."""
@@ -139,7 +159,8 @@ class TailKeepingLru(PlainLru):
 class MarginalLoss:
     """The window goes whose loss costs the fewest tokens of later hits; see the module's text.
 
-    Full pages: first leaves nothing can resume at the end of, by windows or by healing; then the least recently used.
+    Full pages: first leaves nothing can resume at the end of, by windows or by healing; then the least recently used,
+    those that were resumed from a lifetime later.
     """
 
     looks_around = True
@@ -167,13 +188,14 @@ class MarginalLoss:
         self._page_size = page_size
         self._heal_tokens = heal_tokens
         self._half_life = half_life_lookups
+        self._lifetime = 0.0
 
     def full_rank(self, node: Node) -> Rank:
         if not end_is_usable(node, self._window_pages):
             _, above = next_usable(node, self._window_pages)
             if self._heal_tokens == 0 or (node.stop - above) * self._page_size <= self._heal_tokens:
                 return (0, node.access)
-        return (1, node.access)
+        return (1, node.access + node.credit)
 
     def window_rank(self, node: Node) -> Rank:
         spare = len(node.window_pages) - self._kept_pages
@@ -215,7 +237,16 @@ class MarginalLoss:
         elif target is not None:
             self._warm(target, 1.0, clock)
 
+    def resumed(self, node: Node) -> None:
+        node.credit = round(self._lifetime)
+
+    def ran_short(self, rank: Rank, tick: int) -> None:
+        is_usable, used = rank
+        if is_usable:
+            self._lifetime += (max(0, tick - used) - self._lifetime) / _LIFETIME_SAMPLES
+
     def overtaken(self, node: Node, child: Node) -> None:
+        node.credit, child.credit = 0, max(node.credit, child.credit)
         heat, at = node.heat, node.heat_at
         node.heat = 0.0
         latest = max(at, child.heat_at)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -75,6 +76,23 @@ def deep(num_nodes: int) -> Forest:
     return forest
 
 
+def comb(num_nodes: int, *, order: str) -> Forest:
+    """One path that parts at every page, live windows all along it, and a page of another session at each parting.
+
+    `order`: which of these were used last: the deepest, the shallowest, or any.
+    """
+    forest = Forest(num_nodes)
+    node, teeth = forest.ledger.tree.root, []
+    for _ in range(num_nodes // 2):
+        node = forest.grow(node, num_pages=1, num_windows=1)
+        teeth.append(forest.grow(node, num_pages=1, num_windows=1))
+    if order == "any":
+        random.Random(3).shuffle(teeth)
+    for access, tooth in enumerate(reversed(teeth) if order == "shallowest" else teeth, start=1):
+        tooth.access = access
+    return forest
+
+
 @dataclass
 class Looks:
     """Reads of a node's place or state."""
@@ -142,6 +160,41 @@ def test_a_step_looks_at_as_few_nodes_in_a_large_tree_as_in_a_small(
     for name, most in small.items():
         assert large[name] <= 1.5 * most + 50, f"{name}: {most} in a small tree, {large[name]} in a large one"
         assert large[name] <= 20_000
+
+
+@pytest.mark.parametrize("order", ["deepest", "shallowest", "any"])
+def test_a_large_eviction_costs_so_much_per_page(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request may need most of the pool: nodes it empties are looked at when they go, not at each loss nearby."""
+    for num_nodes in (1_200, 12_000):
+        forest = comb(num_nodes, order=order)
+        forest.settle()
+        wanted = num_nodes * 5 // 6
+        with counted(monkeypatch) as looks:
+            assert forest.ledger.evict_full(wanted) == wanted
+        assert looks.num <= 30 * wanted, f"{looks.num / wanted:.1f} looks per page in a tree of {num_nodes} nodes"
+        forest.ledger.tree.check()
+        forest.ledger.check_victims()
+
+
+def test_a_large_eviction_of_windows_costs_so_much_per_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than full pages: what a window is worth depends on the nodes around, each time one of them goes."""
+    for num_nodes in (1_200, 6_000):
+        forest = comb(num_nodes, order="any")
+        forest.settle()
+        with counted(monkeypatch) as looks:
+            assert forest.ledger.evict_window(num_nodes // 2) == num_nodes // 2
+        assert looks.num <= 400 * num_nodes // 2
+
+
+@pytest.mark.parametrize("order", ["deepest", "shallowest", "any"])
+def test_a_large_eviction_leaves_what_many_small_ones_leave(order: str) -> None:
+    left = []
+    for step in (1, 500):
+        forest = comb(600, order=order)
+        forest.settle()
+        assert sum(forest.ledger.evict_full(step) for _ in range(500 // step)) == 500
+        left.append(sorted(page for node in forest.ledger.tree.nodes.values() for page in node.full_pages))
+    assert left[0] == left[1]
 
 
 def test_a_path_of_thousands_of_nodes_is_walked_without_recursion(monkeypatch: pytest.MonkeyPatch) -> None:

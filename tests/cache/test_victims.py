@@ -285,3 +285,29 @@ def test_plain_recency_takes_the_oldest_node_whole() -> None:
     driver.cache._ledger.evict_window(10)
     assert [driver.hit(text(session, 41)) for session in (0, 1)] == [0, 40]
     assert driver.cache.stats().window.evictable == 10
+
+
+def test_full_pages_of_who_came_back_outlive_those_of_who_never_did() -> None:
+    """Two sessions as old as each other, one in its second turn: short of pages, the other one goes first."""
+    driver = CacheDriver(num_full=60, num_window=200)
+    for session in range(2, 12):
+        driver.serve(text(session, 40))
+    assert driver.cache.stats().num_evicted_full_pages > 0, "nobody knows yet how long pages live"
+    driver.serve(text(0, 20))
+    assert driver.serve(text(0, 40)) == 20
+    driver.serve(text(1, 40))
+    for session in range(20, 25):
+        driver.serve(text(session, 40))
+    assert driver.hit(text(1, 41)) < 40
+    assert driver.hit(text(0, 41)) == 40
+
+
+def test_who_came_back_goes_too_in_the_end() -> None:
+    driver = CacheDriver(num_full=60, num_window=200)
+    for session in range(2, 12):
+        driver.serve(text(session, 40))
+    driver.serve(text(0, 20))
+    driver.serve(text(0, 40))
+    for session in range(20, 40):
+        driver.serve(text(session, 40))
+    assert driver.hit(text(0, 41)) == 0

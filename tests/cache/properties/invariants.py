@@ -29,7 +29,7 @@ def fingerprint(world: World) -> tuple[object, ...]:
             tuple(node.keys),
             tuple(node.full_pages),
             tuple(node.window_pages),
-            (node.num_locks, node.holders, node.access, node.window_access, node.heat, node.heat_at),
+            (node.num_locks, node.holders, node.access, node.window_access, node.heat, node.heat_at, node.credit),
             tuple(child.node_id for child in node.children.values()),
         )
         for node in nodes_of(world)
