@@ -8,7 +8,9 @@ torch has loaded.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
+import logging
 import mmap
 import os
 import platform
@@ -16,6 +18,8 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 _FLAGS = ("-O3", "-std=c++17", "-march=native", "-fopenmp", "-fPIC")
 _COMPILE_TIMEOUT_S = 300.0
@@ -67,15 +71,20 @@ def _built(compiler: str, source: Path) -> Path:
     headers = (header.read_text() for header in sorted(source.parent.glob("*.h")))
     identity = "\0".join((source.read_text(), *headers, version, _processor(), *_FLAGS))
     name = f"{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
-    cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mimo-epd"
+    chosen, root = os.environ.get("MIMO_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    cache_dir = Path(chosen).expanduser() if chosen else (Path(root) if root else Path.home() / ".cache") / "mimo-epd"
     try:
         cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache_dir) as scratch:
-            library = cache_dir / name
+        library = cache_dir / name
+        # The workers of a deployment start together: one compiles, the others wait for it.
+        with (cache_dir / f"{source.stem}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not library.exists():
-                # Renamed into place when whole: others may be starting at the same time.
-                _compile(compiler, source, Path(scratch)).rename(library)
-            return library
+                logger.info("compiling %s for this processor; that is done once and takes half a minute", source.name)
+                with tempfile.TemporaryDirectory(dir=cache_dir) as scratch:
+                    # Renamed into place when whole: who is killed meanwhile leaves nothing that looks whole.
+                    _compile(compiler, source, Path(scratch)).rename(library)
+        return library
     except (PermissionError, FileNotFoundError, NotADirectoryError):
         return _compile(compiler, source, Path(tempfile.mkdtemp(prefix="mimo-epd-")))
 
