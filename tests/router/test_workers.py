@@ -367,3 +367,17 @@ async def test_only_workers_that_hold_kv_alike_are_paired() -> None:
         fleet.workers[0].info = None
         with pytest.raises(StageUnavailable, match="no worker is ready for: prefill"):
             await fleet.submit(request("last"), give_up_s=clock())
+
+
+async def test_both_workers_of_a_pair_are_of_one_kind() -> None:
+    async with fleet_of(Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE) as (fleet, hands, _):
+        for hand, kind in zip(hands, ("odd", "even", "odd", "even"), strict=True):
+            await hand.answer_hello(kv_fingerprint=kind)
+        assert [fleet.why_not_ready(worker) for worker in fleet.workers] == [None] * 4
+        seen = set()
+        for number in range(16):
+            attempt = await fleet.submit(request(f"r{number}"), give_up_s=0.0, avoid=(f"memory://{number % 4}",))
+            kinds = {worker.info.kv_fingerprint for worker in attempt.workers if worker.info is not None}
+            assert len(kinds) == 1
+            seen |= kinds
+        assert seen == {"odd", "even"}
