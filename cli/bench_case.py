@@ -98,6 +98,8 @@ class Case:
     """Makes or finds the inputs, and sees to it that no contender's first run pays for loading libraries."""
     max_runs: int | None = None
     """For figures that hardly differ between rounds."""
+    is_counted: bool = False
+    """The figures are counts, which come out the same however busy the machine is."""
     check: Callable[[], None] | None = None
     """Asked before any case runs. Raises ConfigError when what the user wrote for this case cannot be used."""
     needs: str | None = None

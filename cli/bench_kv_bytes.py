@@ -32,6 +32,7 @@ def byte_cases() -> tuple[Case, ...]:
             limit="full layers keep every token, window layers one window",
             open=partial(_opened, model=model),
             max_runs=1,
+            is_counted=True,
         )
         for short, model in _MODELS.items()
     )

@@ -97,6 +97,7 @@ def _case(
         limit=words[limit] if limit else "none",
         open=opened,
         max_runs=1,
+        is_counted=True,
         check=partial(_check, directory, workload),
     )
 
@@ -124,6 +125,7 @@ def _capacity_case(directory: Path, workload: str) -> Case:
         limit="windows cost nothing",
         open=opened,
         max_runs=1,
+        is_counted=True,
         check=partial(_check, directory, workload),
     )
 
@@ -152,6 +154,7 @@ def _sweep_case(directory: Path, workload: str) -> Case:
         limit=CONTENDERS["infinite"].words,
         open=opened,
         max_runs=1,
+        is_counted=True,
         check=partial(_check, directory, workload),
     )
 

@@ -74,8 +74,9 @@ def show(console: Console, results: Sequence[Result]) -> None:
         for line in result.findings.lines:
             console.print(Text(f"  {line}"), soft_wrap=True)
     for result in results:
-        if result.others_share is not None and result.others_share > _BUSY_SHARE:
-            share = f"{result.others_share:.0%}"
+        others, is_counted = result.others_share, result.case.is_counted
+        if others is not None and others > _BUSY_SHARE and not is_counted:
+            share = f"{others:.0%}"
             words = f"{result.case.name}: others took {share} of the machine meanwhile; run it again when it is quiet"
             console.print(Text(words, style="yellow"), soft_wrap=True)
 
@@ -199,7 +200,11 @@ def _draw_panel(axes: "Axes", panel: Panel) -> None:
     # The first curve lies on top, and those below it are wider: where lines meet, all are seen.
     strokes = zip(panel.curves.items(), itertools.cycle(_STROKES))
     for index, ((who, points), (colour, style)) in enumerate(strokes):
-        how: dict[str, Any] = {"linewidth": 1.2 + 0.5 * index, "markersize": 3.5 + index, "zorder": 3 - index / 100}
+        how: dict[str, Any] = {
+            "linewidth": 1.2 + 1.4 * index**0.5,
+            "markersize": 3.5 + 2 * index**0.5,
+            "zorder": 3 - index / 100,
+        }
         axes.plot(*zip(*points, strict=True), style, color=colour, label=who, **how)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted({x for points in panel.curves.values() for x, _ in points}))

@@ -170,6 +170,14 @@ def test_the_table_fits_80_columns_and_tells_of_noise() -> None:
     assert "media.video_gop250_1fps_decode: others" not in text
 
 
+def test_a_busy_machine_is_no_matter_for_what_is_counted() -> None:
+    console = Console(width=80, record=True, highlight=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    counted = result("media.counted", others=0.9)
+    show(console, [replace(counted, case=replace(counted.case, is_counted=True)), result("media.timed", others=0.9)])
+    console.file.close()
+    assert re.findall(r"(\S+): others took", console.export_text()) == ["media.timed"]
+
+
 def test_json_is_the_contract() -> None:
     machine = describe_machine(["numpy", "no-such-package"], num_threads=2, quick=True)
     found = json.loads(json.dumps(as_json(machine, [result()])))
