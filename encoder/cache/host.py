@@ -29,13 +29,17 @@ def embedding_arena(config: EncoderConfig, name: str) -> Iterator[str]:
 
 
 def remove_orphaned(name: str) -> None:
-    """Unlink an arena whose maker has died, unless another process that uses it lives. For who has closed its store."""
+    """Unlink an arena whose maker has died, unless another process that uses it lives. For who has closed its store.
+
+    Where the maker itself calls, as with all stages in one process, it unlinks the arena in its own time.
+    """
     with contextlib.suppress(ArenaUnavailable, ArenaLocked, sqlite3.OperationalError):
         with contextlib.closing(Index(name)) as index, index.reading():
             makers = index.rows("SELECT pid, started_ticks FROM arena")
             holders = index.rows("SELECT pid, started_ticks FROM holders")
         users = {Process(pid, started_ticks) for pid, started_ticks in (*makers, *holders)}
-        if not any(user.is_alive for user in users - {Process.current()}):
+        me = Process.current()
+        if me not in {Process(*maker) for maker in makers} and not any(user.is_alive for user in users - {me}):
             logger.info("the arena %s goes: who made it was killed, and nobody else uses it", name)
             remove_arena(name)
 
