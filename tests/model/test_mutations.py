@@ -19,10 +19,10 @@ from epd.config import QkvLayout
 from epd.kernels import reference
 from epd.kernels.base import AttentionSpec
 from epd.kernels.reference import DenseAttention
-from epd.model import attention, moe, mtp, weights
+from epd.model import attention, mtp, weights
 from epd.model.config import LayerConfig, TextConfig
 from epd.model.hybrid import HybridModel
-from epd.model.moe import Moe
+from epd.model.moe import DenseMlp, Moe
 from epd.model.mtp import MtpHead
 from epd.model.rope import Rotation
 from epd.model.slots import FileSlot
@@ -160,12 +160,12 @@ def forget_correction_bias(model: HybridModel) -> None:
             module.correction_bias.zero_()
 
 
-def patch_gate_and_up_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    def swiglu(x_TD: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        up, gate = torch.nn.functional.linear(x_TD, gate_up).chunk(2, dim=-1)
-        return torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, down)
-
-    monkeypatch.setattr(moe, "_swiglu", swiglu)
+def exchange_gate_and_up(model: HybridModel) -> None:
+    for module in model.modules():
+        if isinstance(module, DenseMlp | Moe):
+            assert isinstance(module.gate_up, Tensor)
+            gate, up = module.gate_up.data.chunk(2, dim=-2)
+            module.gate_up.data = torch.cat([up, gate], dim=-2)
 
 
 # --- files
@@ -264,7 +264,7 @@ MUTATIONS = [
     Mutation("weights not renormalised", config={"norm_topk_prob": False}),
     Mutation("routed part scaled", config={"routed_scaling_factor": 0.5}),
     Mutation("one expert per token", config={"num_experts_per_tok": 1}),
-    Mutation("gate and up exchanged", patch=patch_gate_and_up_exchanged),
+    Mutation("gate and up exchanged", change=exchange_gate_and_up),
     # norms
     Mutation("norm weights count from one", change=norms_plus_one),
 ]
