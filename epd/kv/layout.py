@@ -49,8 +49,6 @@ class KvLayout:
 
     def __post_init__(self) -> None:
         require_at_least(1, page_size=self.page_size, dtype_bytes=self.dtype_bytes)
-        if not self.full_layers and not self.window_layers:
-            raise ValueError("full_layers and window_layers are empty; allowed: 1 layer or more")
         for spec in (*self.full_layers, *self.window_layers):
             sizes = {"num_kv_heads": spec.num_kv_heads, "qk_dim": spec.qk_dim, "v_dim": spec.v_dim}
             require_at_least(1, **{f"{name} of layer {spec.index}": size for name, size in sizes.items()})
@@ -141,6 +139,8 @@ def plan_pools(
     Raises PoolTooSmall, naming both numbers, when the budget is below the floor, and ValueError for a number that
     means nothing.
     """
+    if not layout.full_layers and not layout.window_layers:
+        raise ValueError("full_layers and window_layers are empty; allowed: 1 layer or more")
     require_at_least(0, budget_bytes=budget_bytes, retention_stride_tokens=retention_stride_tokens)
     require_at_least(
         1,
