@@ -32,18 +32,21 @@ LARGE: dict[str, object] = {
 }
 # 1.0 in fp32, (0, 1) in bf16, (0, 0, -0, 1.875) in e4m3: finite whatever it is read as.
 PATTERN = bytes((0x00, 0x00, 0x80, 0x3F)) * (4 << 20)
-# RSS before counts the interpreter and torch, half a gigabyte that have nothing to do with the checkpoint.
+# What was there before is not counted, nor is the code of libraries, half a gigabyte that the system maps when it is
+# touched and takes away again as it likes.
 PROGRAM = """
 import json, resource, sys
 from pathlib import Path
 import torch
 from epd.model.weights import load_text_model
 
-status = Path("/proc/self/status").read_text()
-before_bytes = int(status.split("VmRSS:")[1].split()[0]) << 10
+def memory_bytes(kind):
+    return int(Path("/proc/self/status").read_text().split(kind + ":")[1].split()[0]) << 10
+
+before_bytes = memory_bytes("RssAnon")
 weights = None if sys.argv[2] == "None" else sys.argv[2]
 model = load_text_model(Path(sys.argv[1]), dtype=torch.bfloat16, weights=weights)
-peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+peak_bytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - memory_bytes("RssFile")
 tensors = model.state_dict()
 total_bytes = sum(tensor.nbytes for tensor in tensors.values())
 last = tensors["lm_head"][-1, -4:].tolist()
@@ -92,4 +95,4 @@ def test_loading_takes_little_more_than_the_model(checkpoint: tuple[str, Path]) 
         measured = measure(folder, weights)
         assert measured["last"] == [0.0, 1.0, 0.0, 1.0]
         assert (1.9e9 if weights is None else 1.0e9) < measured["total"] < (2.1e9 if weights is None else 1.3e9)
-        assert measured["grown"] <= 1.1 * measured["total"], measured
+        assert 0.9 * measured["total"] <= measured["grown"] <= 1.1 * measured["total"], measured
