@@ -31,7 +31,8 @@ from tests.e2e.service import Service, running_service
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 REQUEST_TIMEOUT_S = 60.0
-OVERLOAD_S = 60.0
+# A minute of it with MIMO_TEST_EFFORT=3.
+OVERLOAD_S = 20.0 * float(os.environ.get("MIMO_TEST_EFFORT", "1"))
 MAX_INFLIGHT = 24
 SHM = Path("/dev/shm")
 
@@ -329,7 +330,7 @@ async def test_a_killed_decode_worker_costs_its_own_item_at_most(tmp_path: Path)
     assert not segments & set(os.listdir(SHM))
 
 
-async def test_ten_times_too_much_for_a_minute(tmp_path: Path) -> None:
+async def test_ten_times_too_much(tmp_path: Path) -> None:
     """The bound is kept by telling clients to come back; memory, probes and those who get in do not suffer."""
     bound = ("--set", f"front.max_inflight={MAX_INFLIGHT}", "--set", f"front.max_items={MAX_INFLIGHT}")
     with running_service(tmp_path, "--role", "encoder", "--encoders", "2", *bound) as service:
