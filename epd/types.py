@@ -65,7 +65,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     `request_id` is unique per attempt: a retry after a lost worker is a new id, so late messages of the old attempt
     cannot reach it. `num_emitted` counts output tokens of earlier attempts that are already part of `token_ids`; it
     offsets `TokenDelta.index` and the sampling position, so that a retried seed draws what the first attempt would have
-    drawn.
+    drawn. Prompts of one `session` probably begin alike; its KV is kept together. Empty where nobody said.
     """
 
     request_id: str
@@ -77,6 +77,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline_unix_s: float
     num_emitted: int = 0
     use_cache: bool = True
+    session: str = ""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
