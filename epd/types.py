@@ -81,13 +81,16 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one attempt. `cached_tokens` came from the tree, `healed_tokens` were re-run to restore windows; both
-    at the request's first admission, whatever happened to it later."""
+    """Tokens of one attempt. `cached_tokens` needed no computing, `healed_tokens` were re-run to restore windows; both
+    at the request's first admission, whatever happened to it later. Of the cached ones `host_tokens` came from the
+    host's memory and `store_tokens` from the store; the others were on the device."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
     healed_tokens: int = 0
+    host_tokens: int = 0
+    store_tokens: int = 0
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):

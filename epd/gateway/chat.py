@@ -24,6 +24,7 @@ from epd.gateway.metrics import GatewayMetrics
 from epd.gateway.render import AssembledPrompt, Prompt, Renderer, context_words, fit_answer
 from epd.gateway.reply import AnswerEnd, AnswerPart, finish_reason
 from epd.gateway.schema import ChatBody
+from epd.gateway.session import session_of
 from epd.gateway.toolcalls import ToolCall
 from epd.router.workers import Fleet
 from epd.types import FinishReason, GenerateRequest, SamplingParams, TokenLogprob, Usage
@@ -49,7 +50,7 @@ class ChatService:
         started_s, arrival_unix_s = self.clock(), self.unix_clock()
         deadline_unix_s = arrival_unix_s + self.config.request_timeout_s
         # On a thread: a long text takes the tokenizer a while, a hostile template all of its budget.
-        conversation, prompt = await asyncio.to_thread(self._render, body)
+        conversation, prompt, session = await asyncio.to_thread(self._render, body)
         self._check_length(prompt)
         async with self.media.open(conversation.media, deadline_unix_s=deadline_unix_s) as media:
             self._count_media(conversation, started_s)
@@ -65,6 +66,7 @@ class ChatService:
                 sampling=self._sampling(body, len(assembled.token_ids)),
                 arrival_unix_s=arrival_unix_s,
                 deadline_unix_s=deadline_unix_s,
+                session=session,
             )
             reader = AnswerReader(
                 renderer=self.renderer,
@@ -107,9 +109,9 @@ class ChatService:
             restart_wait_s=self.config.restart_wait_s,
         )
 
-    def _render(self, body: ChatBody) -> tuple[Conversation, Prompt]:
+    def _render(self, body: ChatBody) -> tuple[Conversation, Prompt, str]:
         conversation = read_conversation(body, self.renderer.vocabulary.guard)
-        return conversation, self.renderer.render(conversation)
+        return conversation, self.renderer.render(conversation), session_of(body)
 
     def _check_length(self, prompt: Prompt) -> None:
         """Raises ContextTooLong before anything is fetched when the text alone is too long already."""

@@ -242,7 +242,7 @@ class ChatBody(_Shape):
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, min_length=1)] | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
-    prompt_cache_key: str | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     safety_identifier: str | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
