@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from encoder.links import MemoryLink
     from encoder.local import LocalEmbedding, LocalEncoder, LocalRows
     from encoder.process import open_server, run_encoder
+    from encoder.ring import Ring
     from encoder.sglang.config import SglangConfig
     from encoder.towers.serving import ServingTowers
     from encoder.towers.trial import TowerTrial, audio_trial, matmul_flops_per_s, num_threads, vision_trial
@@ -35,6 +36,7 @@ __all__ = [
     "LocalRows",
     "MemoryLink",
     "Part",
+    "Ring",
     "ServingTowers",
     "SglangConfig",
     "StoredDtype",
@@ -65,6 +67,7 @@ _HOMES = {
     "LocalRows": "encoder.local",
     "MemoryLink": "encoder.links",
     "Part": "encoder.inventory",
+    "Ring": "encoder.ring",
     "ServingTowers": "encoder.towers.serving",
     "SglangConfig": "encoder.sglang.config",
     "StoredDtype": "encoder.inventory",
