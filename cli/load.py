@@ -21,11 +21,11 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import msgspec
 
-from cli.models import PACKAGED_MODELS, ModelUnavailable, imported_model, is_imported
+from cli.models import PACKAGED_MODELS, ModelUnavailable, cache_dir, imported_model, is_imported
 from encoder import FrontConfig, SglangConfig
 from encoder.checkpoint import CheckpointError, read_json_object
 from encoder.config import EncoderConfig
-from epd.config import EngineConfig, FetchPolicy, GatewayConfig
+from epd.config import EngineConfig, FetchPolicy, GatewayConfig, without_password
 from epd.types import Role
 
 Mode = Literal["epd", "e-pd", "unified"]
@@ -33,8 +33,8 @@ MODES: tuple[Mode, ...] = ("epd", "e-pd", "unified")
 BUILTIN_MODELS = {"mimo-nano": Path(__file__).parent.parent / "epd" / "builtin" / "mimo-nano"}
 CONFIGS = Path(__file__).parent.parent / "configs"
 ENV_PREFIX = "MIMO_"
-# Of scripts/check, of the tests, and of cli.models: no settings of a deployment.
-_NOT_SETTINGS = ("MIMO_VENV", "MIMO_TEST_EFFORT", "MIMO_CACHE_DIR")
+# Of scripts/check, of the tests, of cli.models, and where local stores are: no settings of a deployment.
+_NOT_SETTINGS = ("MIMO_VENV", "MIMO_TEST_EFFORT", "MIMO_CACHE_DIR", "MIMO_KV_STORE_DIR")
 
 # Types of settings, for people.
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", Path: "a path", tuple: "a list of texts"}
@@ -295,6 +295,9 @@ def load(
         # Converted one by one, so that an error names the section that holds the value.
         shared = _convert("engine", EngineConfig, settings.get("engine", {}))
         own = _convert(stage, EngineConfig, without_replicas(settings.get(stage, {})))
+        for values in (shared, own):
+            if values.get("kv_store") == "local":
+                values["kv_store"] = f"local:{kv_store_dir(environ)}"
         try:
             return tuple(
                 build(stage, EngineConfig, shared | own, role=role, name=f"{stage}-{i}", **model)
@@ -329,6 +332,12 @@ def load(
         supervisor=supervisor,
         **model,
     )
+
+
+def kv_store_dir(environ: Mapping[str, str]) -> Path:
+    """Where the store "local" is: `MIMO_KV_STORE_DIR`, else a directory in the user's for caches."""
+    chosen = environ.get("MIMO_KV_STORE_DIR")
+    return (Path(chosen).expanduser() if chosen else cache_dir(environ) / "kv").absolute()
 
 
 def _counts(mode: Mode, settings: Mapping[str, Any], *, takes_media: bool) -> dict[str, int]:
@@ -389,6 +398,8 @@ def as_json(settings: Any) -> str:
     for owner in (shown, shown.get("gateway", {}), shown.get("front", {})):
         if owner.get("api_keys"):
             owner["api_keys"] = [f"({len(owner['api_keys'])} hidden)"]
+    for engine in (*shown.get("prefill", ()), *shown.get("decode", ())):
+        engine["kv_store"] = without_password(engine["kv_store"])
     for encoder in shown.get("encoders", ()):
         scheme, at, place = encoder["embedding_store"].rpartition("@")
         if at:

@@ -34,12 +34,25 @@ MAX_DRAFT_TOKENS = 3
 MAX_PAGE_SIZE = 1024
 MAX_CHUNK_TOKENS = 1 << 18
 _DEVICE = re.compile(r"cpu(:0)?|cuda(:\d{1,3})?")
+# Where KV outlives a worker, see `epd.cache.l3.open`; several nodes are parted by commas.
+_KV_STORE = re.compile(r"|local|local:/.*|redis://[^,]+(,redis://[^,]+)*|mooncake://.+")
 
 
 def _positive(owner: str, **values: float) -> None:
     for name, value in values.items():
         if value <= 0:
             raise ValueError(f"{owner}.{name} is {value}; it must be greater than 0")
+
+
+def _not_negative(owner: str, **values: float) -> None:
+    for name, value in values.items():
+        if not value >= 0:
+            raise ValueError(f"{owner}.{name} is {value}; it must not be negative")
+
+
+def without_password(store: str) -> str:
+    """Addresses of a store as they may be shown."""
+    return re.sub(r"//[^/,@]*@", "//(hidden)@", store)
 
 
 def _one_of(key: str, value: object, allowed: tuple[object, ...]) -> None:
@@ -110,6 +123,27 @@ class EngineConfig:
     embedding_buffer_bytes: int = 512 << 20
     # How long rows of an encoder on another host may take before they count as lost.
     embedding_timeout_s: float = 20.0
+    # Memory of the host in which KV outlives its pages on the device (`epd.cache.tiers`); 0 for none.
+    host_budget_bytes: int = 0
+    # The lookup that copies what it hits to the host, while the request runs: with 1 the first. What a request leaves
+    # behind, and what is evicted from the device, is copied without.
+    host_hit_threshold: int = 2
+    # Where KV outlives this process (`epd.cache.l3`): "", "local", "local:/dir", "redis://host:port/db[,redis://...]"
+    # or "mooncake://master:port".
+    kv_store: str = ""
+    # Of a local store: what it may take of shared memory, and of the disk.
+    kv_store_memory_bytes: int = 128 << 20
+    kv_store_disk_bytes: int = 1 << 30
+    # Most bytes of one read or write; larger pages go in slices.
+    kv_store_io_bytes: int = 1 << 20
+    # A node that takes longer for one of them has missed.
+    kv_store_timeout_s: float = 0.05
+    # How long Redis keeps what nobody reads.
+    kv_store_ttl_s: float = 3600.0
+    # How long a request waits for its prefix to come from the store, and how much longer for each page of it. What has
+    # not come by then is computed.
+    prefetch_timeout_s: float = 0.2
+    prefetch_page_timeout_s: float = 0.001
 
     def __post_init__(self) -> None:
         _one_of("engine.weights", self.weights, (None, *get_args(WeightStorage)))
@@ -145,6 +179,34 @@ class EngineConfig:
             embedding_buffer_bytes=self.embedding_buffer_bytes,
             embedding_timeout_s=self.embedding_timeout_s,
         )
+        self._check_tiers()
+
+    def _check_tiers(self) -> None:
+        _within("engine.host_budget_bytes", self.host_budget_bytes, 0)
+        _within("engine.host_hit_threshold", self.host_hit_threshold, 1)
+        _positive(
+            "engine",
+            kv_store_memory_bytes=self.kv_store_memory_bytes,
+            kv_store_disk_bytes=self.kv_store_disk_bytes,
+            kv_store_io_bytes=self.kv_store_io_bytes,
+            kv_store_timeout_s=self.kv_store_timeout_s,
+            kv_store_ttl_s=self.kv_store_ttl_s,
+        )
+        _not_negative(
+            "engine",
+            prefetch_timeout_s=self.prefetch_timeout_s,
+            prefetch_page_timeout_s=self.prefetch_page_timeout_s,
+        )
+        if _KV_STORE.fullmatch(self.kv_store) is None:
+            raise ValueError(
+                f"engine.kv_store is {without_password(self.kv_store)!r}; allowed: local, local:/DIR, "
+                "redis://HOST:PORT/DB (several parted by commas), mooncake://MASTER:PORT, or nothing"
+            )
+        if self.kv_store and not self.host_budget_bytes:
+            raise ValueError(
+                f"engine.kv_store is {without_password(self.kv_store)!r} and engine.host_budget_bytes is 0; allowed: "
+                "more than 0 with a store, since KV passes through the host's memory on its way"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -161,6 +161,8 @@ class KvTransfer(msgspec.Struct, frozen=True, kw_only=True, tag="kv"):
     layout_fingerprint: str
     timings: dict[str, float] = {}
     draft_token_ids: tuple[int, ...] = ()
+    host_tokens: int = 0
+    store_tokens: int = 0
 
 
 class KvRefused(msgspec.Struct, frozen=True, kw_only=True, tag="kv_refused"):

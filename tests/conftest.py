@@ -1,8 +1,15 @@
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 
 import pytest
+
+# Set before anything is imported and for every process that the tests start. No server of a test keeps KV anywhere
+# unless the test says so with a flag, and then never where the user's own servers do.
+os.environ["MIMO_ENGINE__KV_STORE"] = ""
+_KV_STORE_DIR = tempfile.TemporaryDirectory(prefix="mimo-tests-kv-")
+os.environ["MIMO_KV_STORE_DIR"] = _KV_STORE_DIR.name
 
 # A shell without job control starts what runs in its background with Ctrl-C ignored, which whatever the tests start
 # would inherit: then no test could interrupt anything.

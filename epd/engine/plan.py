@@ -12,6 +12,7 @@ from encoder.errors import EmbeddingLost
 from encoder.types import EmbeddingRef
 from encoder.wire import TensorFrame
 from epd.engine.sampler import SampledToken, SampleRow
+from epd.kv.copies import CopyTicket
 from epd.types import KvTransfer
 
 NOT_FINITE = "logits_not_finite"
@@ -75,6 +76,8 @@ class SequenceStep:
 
     `heal_stop`: only windows are written, the full pages hold these tokens already; it is where the windows are wanted
     (see healing.py), and `pages` then has what this chunk reads and writes.
+
+    `arrival`: cached pages of `pages` that are still on their way from the host, layer by layer.
     """
 
     request_id: str
@@ -85,6 +88,7 @@ class SequenceStep:
     sample: SampleRow | None = None
     heal_stop: int | None = None
     draft: DraftInput = _NO_DRAFT
+    arrival: CopyTicket | None = None
 
     @property
     def stop(self) -> int:
