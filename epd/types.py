@@ -195,6 +195,14 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, tag="finish"):
     timings: dict[str, float] = {}
 
 
+class LabelledCounter(msgspec.Struct, frozen=True, kw_only=True):
+    """One of several counters of the same name, parted by `labels`, such as a tier or a node of the store."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, tag="worker"):
     """A worker's answer to `Hello`. `incarnation` changes with every start of the process.
 
@@ -221,6 +229,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, tag="worker"):
     window_pages_cached: int = 0
     kv_fingerprint: str = ""
     counters: dict[str, float] = {}
+    labelled: tuple[LabelledCounter, ...] = ()
 
 
 ToWorker = Submit | Abort | Hello | ExpectKv | KvTransfer | Goodbye

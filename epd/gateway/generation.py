@@ -174,20 +174,22 @@ class Generation:
         yield finish
 
     def _end(self, finish: Finish, num_emitted: int) -> End:
-        usage = finish.usage
-        return End(
-            finish.reason,
-            self._usage(num_emitted + usage.completion_tokens, usage.cached_tokens, usage.healed_tokens),
-        )
+        return End(finish.reason, self._usage(num_emitted + finish.usage.completion_tokens, finish.usage))
 
-    def _usage(self, completion_tokens: int, cached_tokens: int, healed_tokens: int) -> Usage:
-        """Tokens as the client counts them: what an earlier attempt wrote is no part of the prompt."""
+    def _usage(self, completion_tokens: int, found: Usage) -> Usage:
+        """Tokens as the client counts them: what an earlier attempt wrote is no part of the prompt. What is beyond the
+        prompt goes from the slowest tier first, since what comes from there are the ends of prompts."""
         num_prompt = len(self._base.token_ids)
+        num_device = found.cached_tokens - found.host_tokens - found.store_tokens
+        num_cached = min(found.cached_tokens, num_prompt)
+        num_host = max(0, min(found.host_tokens, num_cached - num_device))
         return Usage(
             prompt_tokens=num_prompt,
             completion_tokens=completion_tokens,
-            cached_tokens=min(cached_tokens, num_prompt),
-            healed_tokens=min(healed_tokens, num_prompt),
+            cached_tokens=num_cached,
+            healed_tokens=min(found.healed_tokens, num_prompt),
+            host_tokens=num_host,
+            store_tokens=max(0, min(found.store_tokens, num_cached - num_device - num_host)),
         )
 
 

@@ -97,6 +97,8 @@ class GatewayMetrics:
         self._tokens.labels("completion").inc(usage.completion_tokens)
         self._tokens.labels("cached").inc(usage.cached_tokens)
         self._tokens.labels("healed").inc(usage.healed_tokens)
+        self._tokens.labels("host").inc(usage.host_tokens)
+        self._tokens.labels("store").inc(usage.store_tokens)
         self.retries.inc(num_attempts - 1)
 
     def text(self) -> bytes:
@@ -151,6 +153,7 @@ def _role_metrics(prefix: str, workers: Sequence[Worker]) -> Iterator[Metric]:
 def _counters(prefix: str, infos: Sequence[WorkerInfo]) -> Iterator[Metric]:
     """The stage's own counters, one family per name whatever processes report it."""
     families: dict[str, GaugeMetricFamily] = {}
+    by_label: dict[str, GaugeMetricFamily] = {}
     for info in infos:
         for name, value in info.counters.items():
             if name not in families:
@@ -159,4 +162,12 @@ def _counters(prefix: str, infos: Sequence[WorkerInfo]) -> Iterator[Metric]:
                     f"{prefix}_{name}", COUNTER_TEXTS.get(name, _UNKNOWN_TEXT), labels=["worker"]
                 )
             families[name].add_metric([info.worker], value)
-    yield from families.values()
+        for counter in info.labelled:
+            labels = sorted(counter.labels)
+            family = by_label.get(counter.name)
+            if family is None:
+                text = COUNTER_TEXTS.get(counter.name, _UNKNOWN_TEXT)
+                family = GaugeMetricFamily(f"{prefix}_{counter.name}", text, labels=["worker", *labels])
+                by_label[counter.name] = family
+            family.add_metric([info.worker, *(counter.labels[label] for label in labels)], counter.value)
+    yield from (*families.values(), *by_label.values())

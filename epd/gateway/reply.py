@@ -46,7 +46,10 @@ def usage_json(end: AnswerEnd) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {
             "cached_tokens": usage.cached_tokens,
-            # Not among OpenAI's: tokens that were run again only to restore the windows of a cached prefix.
+            # Not among OpenAI's: those of the cached tokens that came from the host's memory and from the store, and
+            # tokens that were run again only to restore the windows of a cached prefix.
+            "host_tokens": usage.host_tokens,
+            "store_tokens": usage.store_tokens,
             "healed_tokens": usage.healed_tokens,
             **{f"{modality}_tokens": count for modality, count in end.num_media_tokens.items()},
         },

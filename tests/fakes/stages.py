@@ -170,6 +170,8 @@ class FakeWorker:
             completion_tokens=len(todo) + stopped,
             cached_tokens=3,
             healed_tokens=2,
+            host_tokens=1,
+            store_tokens=1,
         )
         reason = FinishReason.STOP if stopped else FinishReason.LENGTH
         self.say(peer, Finish(request_id=request.request_id, reason=reason, usage=usage))

@@ -64,10 +64,13 @@ async def test_media_of_all_kinds_become_spans(mode: str) -> None:
         async with stack.session.get("/metrics") as response:
             lines = (await response.text()).splitlines()
         assert {
-            f'mimo_gateway_tokens_total{{kind="{kind}"}} {n}' for kind, n in (("cached", 3.0), ("healed", 2.0))
+            f'mimo_gateway_tokens_total{{kind="{kind}"}} {n}'
+            for kind, n in (("cached", 3.0), ("healed", 2.0), ("host", 1.0), ("store", 1.0))
         } <= {*lines}
         assert body["usage"]["prompt_tokens_details"] == {
             "cached_tokens": 3,
+            "host_tokens": 1,
+            "store_tokens": 1,
             "healed_tokens": 2,
             "image_tokens": 9,
             "video_tokens": 8,
