@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from epd.cache.audit import audit
+from epd.cache.l3.base import StoreStats
 from epd.cache.ledger import TreeLedger
 from epd.cache.radix import Walk
 from epd.cache.retention import RetentionPolicy
 from epd.cache.sequence_pages import SequencePages
+from epd.cache.tiers.host import HostStats
 from epd.cache.victims import VictimPolicy, make_policy
 from epd.cache.window import num_window_pages, window_floor
 from epd.kv.dual import DualPool
@@ -36,6 +38,13 @@ class PrefixHit:
 
     num_tokens: int
     num_full_only_tokens: int
+    num_host_tokens: int = 0
+    """Of `num_tokens`, those whose full pages are in host memory alone (`TieredCache`): the last ones."""
+
+    @property
+    def num_device_tokens(self) -> int:
+        """Of `num_tokens`, those whose full pages are on the device."""
+        return self.num_tokens - self.num_host_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +70,8 @@ class CacheStats:
     num_full_only_hit_tokens: int
     num_evicted_full_pages: int
     num_evicted_window_pages: int
+    host: HostStats | None = None
+    store: StoreStats | None = None
 
 
 class PrefixCache:

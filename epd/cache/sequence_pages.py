@@ -6,6 +6,10 @@
     pages.commit(stop, keys)                   # [0, stop) is computed: publish whole pages, let go of old windows
     pages.finish()  or  pages.abort()          # exactly once is enough; a second call does nothing
 
+While `arrival` is set, a copy from host memory is filling pages of the row (see tiers/): whoever reads their KV waits
+for it layer by layer, and commit(), finish(), abort() and condemn() wait for all of it, so no page is shown or given
+back that somebody still writes.
+
 Row page i holds tokens [i*P, (i+1)*P). `full_pages[i]` exists for every page; window pages only from `window_start` on:
 
     full_pages      f0 f1 f2 f3 f4 f5 f6        published pages belong to the tree (this row leases them),
@@ -18,6 +22,7 @@ on and the sequence's duplicate is freed. Read the row again after every commit.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 from epd.cache.ledger import TreeLedger
@@ -25,6 +30,7 @@ from epd.cache.radix import Node, common_pages
 from epd.cache.retention import RetentionPolicy
 from epd.cache.sharing import share_pages
 from epd.cache.window import release_frontier, window_floor
+from epd.kv.copies import CopyFailed, CopyTicket
 from epd.kv.errors import PageStateError
 from epd.kv.numbers import require_at_least
 from epd.kv.pages import PageOwner
@@ -47,6 +53,7 @@ class SequencePages:
         "_publishes",
         "_retention",
         "_window_tokens",
+        "arrival",
         "full_pages",
         "is_open",
         "num_cached_tokens",
@@ -64,6 +71,8 @@ class SequencePages:
     """Tokens leased from the tree at the start: they need no computing."""
     num_committed_tokens: int
     """Tokens whose KV is in the row."""
+    arrival: CopyTicket | None
+    """The copy that fills pages of the row, until it is waited for; None when nothing is on its way."""
     is_open: bool
 
     def __init__(
@@ -98,6 +107,7 @@ class SequencePages:
         self.window_start = 0
         self.num_cached_tokens = 0
         self.num_committed_tokens = 0
+        self.arrival = None
         self.is_open = True
         ledger.tree.lock(self._node)
 
@@ -170,7 +180,8 @@ class SequencePages:
 
         `keys` covers at least `num_tokens // page_size` pages of this sequence. Whole pages become visible to other
         sequences; row ids may change to the tree's; windows behind the frontier go unless an anchor keeps them.
-        Rejected drafts are simply never committed: their pages stay in the row for the next tokens.
+        Rejected drafts are simply never committed: their pages stay in the row for the next tokens. Raises CopyFailed,
+        with the row unchanged, when what was on its way to it did not arrive.
         """
         self._require_open()
         require_at_least(0, num_tokens=num_tokens)
@@ -182,6 +193,9 @@ class SequencePages:
             )
         if self._publishes and len(keys) < num_pages:
             raise ValueError(f"commit of {num_tokens} tokens needs {num_pages} page keys, got {len(keys)}")
+        if self.arrival is not None:
+            self.arrival.wait()
+            self.arrival = None
         previous = self.num_committed_tokens
         self.num_committed_tokens = num_tokens
         if self._publishes:
@@ -211,6 +225,7 @@ class SequencePages:
         """End early: published pages stay, no new anchor is set, everything else is freed."""
         if not self.is_open:
             return
+        self._await_quiet()
         self.is_open = False
         ledger = self._ledger
         self._let_go(self.window_start + len(self.window_pages))
@@ -387,6 +402,13 @@ class SequencePages:
         self._ledger.tree.unlock(previous)
         self._ledger.refresh(node)
         self._ledger.tidy(previous)
+
+    def _await_quiet(self) -> None:
+        """Nobody writes into the row's pages any more, whatever became of the copy."""
+        if self.arrival is not None:
+            with contextlib.suppress(CopyFailed):
+                self.arrival.wait()
+            self.arrival = None
 
     def _require_open(self) -> None:
         if not self.is_open:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from epd.kv.errors import PageStateError
 from epd.kv.numbers import require_at_least
 
-__all__ = ["HostPool", "HostPoolStats", "HostTier"]
+__all__ = ["HostPool", "HostPoolStats", "HostStats", "HostTier"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,31 @@ class HostPoolStats:
     doomed: int
     num_evicted: int
     """Pages evicted so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostStats:
+    """The host tier of a cache. Counters run from its start; pages are those of copies that went well."""
+
+    full: HostPoolStats
+    window: HostPoolStats
+    num_hit_tokens: int
+    """Tokens of hits whose full pages came from the host."""
+    num_loads: int
+    num_loaded_full_pages: int
+    num_loaded_window_pages: int
+    num_local_window_pages: int
+    """Window pages copied on the device, for a sequence that found its other windows in host memory."""
+    num_failed_loads: int
+    num_saves: int
+    num_saved_full_pages: int
+    num_saved_window_pages: int
+    num_failed_saves: int
+    num_unsaved_pages: int
+    """Pages that were to be saved and found no room, since everything in the host pool was in use."""
+    num_rescued_pages: int
+    """Saved pages of those that were on their way out of the device when they were."""
+    num_pending_copies: int
 
 
 class HostPool:
@@ -89,6 +114,10 @@ class HostPool:
     def knows(self, key: bytes) -> bool:
         """Whether there is a page of that key, ready or not."""
         return key in self._roots
+
+    def is_filling(self, key: bytes) -> bool:
+        """Whether there is a page of that key that no lookup may see now: it is being filled, or doomed."""
+        return key in self._roots and key not in self._ready
 
     def absent(self, keys: Iterable[bytes]) -> list[bytes]:
         """Those of which there is no page, ready or not: what reserve() may be asked for."""
