@@ -51,13 +51,15 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """Curves that a plot shows beside the ratios, over a logarithmic axis."""
+    """Curves that a plot shows beside the ratios, over a logarithmic axis. Those of several cases that have the same
+    title, labels and axis are one panel."""
 
     title: str
     x_label: str
     y_label: str
     curves: Mapping[str, Sequence[tuple[float, float]]]
     """(x, y) by who."""
+    y_is_logarithmic: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

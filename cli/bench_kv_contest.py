@@ -21,6 +21,7 @@ from epd import (
     DualPool,
     HealCost,
     KvLayout,
+    PoolPlan,
     PoolTooSmall,
     PrefixCache,
     RetentionPolicy,
@@ -129,6 +130,14 @@ class Arena:
     def budget_bytes(self, share: float) -> int:
         return int(share * self.working_set_tokens * self.geometry.single_bytes_per_token)
 
+    @cached_property
+    def dual_working_set_bytes(self) -> int:
+        """What our pools would hold of the working set: full pages of every token, and a window every stride."""
+        layout, num_tokens = self.geometry.layout, self.working_set_tokens
+        window_pages = -(-layout.window_tokens // self.file.cache.page_size)
+        num_windows = num_tokens // max(1, self.file.cache.retention_stride_tokens)
+        return num_tokens * layout.full_bytes_per_token + num_windows * window_pages * layout.window_page_bytes
+
     def num_pages(self, name: str, share: float) -> tuple[int, int]:
         """Full and window pages that `share` buys a contender that is not infinite. Raises BenchFailed."""
         contender = CONTENDERS[name]
@@ -147,9 +156,14 @@ class Arena:
 
     def cache(self, contender: Contender, share: float) -> PrefixCache:
         """Empty, of the size that `share` buys."""
+        retention = _retention(self.file.cache, dense=contender.dense)
+        num_full, num_window = self._num_pages(contender, self.budget_bytes(share), retention)
+        return self.sized_cache(contender, num_full, num_window)
+
+    def sized_cache(self, contender: Contender, num_full: int, num_window: int) -> PrefixCache:
+        """Empty, of so many pages."""
         settings, layout = self.file.cache, self.geometry.layout
         retention = _retention(settings, dense=contender.dense)
-        num_full, num_window = self._num_pages(contender, self.budget_bytes(share), retention)
         window_tokens = 0 if contender.single_pool else layout.window_tokens
         policy = make_policy(
             contender.eviction,
@@ -173,15 +187,21 @@ class Arena:
             return sum(len(request.keys) + 1 for _, requests in self.sessions for request in requests), 0
         if contender.single_pool:
             return budget_bytes // (layout.full_page_bytes + layout.window_page_bytes), 0
+        plan = self.plan(budget_bytes, retention)
+        return plan.num_full_pages, plan.num_window_pages
+
+    def plan(self, budget_bytes: int, retention: RetentionPolicy | None = None) -> PoolPlan:
+        """How a worker with so many bytes would split them over its pools. Raises BenchFailed for too few."""
+        kept = _retention(self.file.cache, dense=True) if retention is None else retention
         try:
-            plan = plan_pools(
-                layout,
+            return plan_pools(
+                self.geometry.layout,
                 budget_bytes,
                 expected_sequence_tokens=self._mean_prompt_tokens,
                 max_running=self.file.server.max_running,
                 chunk_tokens=self.file.server.chunk_tokens,
-                retention_stride_tokens=retention.retention_stride_tokens,
-                tail_pages=retention.tail_pages,
+                retention_stride_tokens=kept.retention_stride_tokens,
+                tail_pages=kept.tail_pages,
             )
         except PoolTooSmall as error:
             share = budget_bytes / self.budget_bytes(1.0)
@@ -189,7 +209,6 @@ class Arena:
                 f"{share:.3g} of the working set of {self.trace.name}.toml is too little: {error}; a larger share in "
                 "budget, smaller max_running or chunk_tokens, or more sessions would do"
             ) from error
-        return plan.num_full_pages, plan.num_window_pages
 
     @cached_property
     def _mean_prompt_tokens(self) -> int:

@@ -13,7 +13,7 @@ from cli.bench_kv_config import WORKLOADS, read_workload
 from cli.bench_kv_contest import CONTENDERS, Arena, Geometry
 from cli.bench_kv_sim import Tally
 
-__all__ = ["hit_cases"]
+__all__ = ["arena_of", "hit_cases", "in_words", "percent", "tally_figures", "workload_in_words"]
 
 _PRO, _V25 = "mimo-v2.5-pro", "mimo-v2.5"
 _SWEPT = ("ours", "no healing", "plain LRU", "plain LRU, no healing", "no dense, no healing", "single pool")
@@ -46,7 +46,7 @@ def hit_cases(directory: Path) -> tuple[Case, ...]:
 
 
 @cache
-def _arena(directory: Path, workload: str, model: str, *, quick: bool) -> Arena:
+def arena_of(directory: Path, workload: str, model: str, *, quick: bool) -> Arena:
     """One for all cases of a run, so that nothing is replayed twice. Raises ConfigError, or BenchFailed."""
     file = read_workload(workload, directory).as_played(quick=quick)
     trace = file.trace(quick=quick)
@@ -77,7 +77,7 @@ def _case(
     @contextmanager
     def opened(setting: Setting, bars: Bars) -> Iterator[Contest]:
         bars.begin(f"{workload}: drawing sessions", 1)
-        arena = _arena(directory, workload, model, quick=setting.quick)
+        arena = arena_of(directory, workload, model, quick=setting.quick)
         share = arena.file.budget.headline
         wanted = tells or [who for who in (ours, rival, limit) if who]
         tallies = {who: _played(arena, who, share, bars) for who in wanted}
@@ -106,7 +106,7 @@ def _capacity_case(directory: Path, workload: str) -> Case:
     @contextmanager
     def opened(setting: Setting, bars: Bars) -> Iterator[Contest]:
         bars.begin(f"{workload}: drawing sessions", 1)
-        arena = _arena(directory, workload, _PRO, quick=setting.quick)
+        arena = arena_of(directory, workload, _PRO, quick=setting.quick)
         share = arena.file.budget.headline
         budget_mib = arena.budget_bytes(share) / _MIB
         ours, single = (_played(arena, who, share, bars) for who in ("ours", "single pool"))
@@ -134,12 +134,12 @@ def _sweep_case(directory: Path, workload: str) -> Case:
     @contextmanager
     def opened(setting: Setting, bars: Bars) -> Iterator[Contest]:
         bars.begin(f"{workload}: drawing sessions", 1)
-        arena = _arena(directory, workload, _PRO, quick=setting.quick)
+        arena = arena_of(directory, workload, _PRO, quick=setting.quick)
         shares = arena.file.budget.sweep
         curves = {who: [(share, _played(arena, who, share, bars)) for share in shares] for who in _SWEPT}
         ceiling = _played(arena, "infinite", shares[0], bars)
         yield Contest(
-            detail=f"{_workload_in_words(arena)}; budgets of {', '.join(map(_percent, shares))} of the working set",
+            detail=f"{workload_in_words(arena)}; budgets of {', '.join(map(percent, shares))} of the working set",
             ours=lambda: _mean(curves["ours"]),
             baseline=_mean(curves["single pool"]),
             limit=ceiling.hit_rate,
@@ -164,14 +164,14 @@ def _check(directory: Path, workload: str) -> None:
 
 
 def _played(arena: Arena, who: str, share: float, bars: Bars) -> Tally:
-    bars.begin(f"{arena.trace.name}: {who}, {_percent(share)}", arena.num_requests)
+    bars.begin(f"{arena.trace.name}: {who}, {percent(share)}", arena.num_requests)
     return arena.tally(who, share, bars.advance)
 
 
 # In words and figures
 
 
-def _workload_in_words(arena: Arena) -> str:
+def workload_in_words(arena: Arena) -> str:
     requests = [request for _, requests in arena.sessions for request in requests]
     num_tokens = sum(request.num_prompt_tokens for request in requests)
     return (
@@ -182,14 +182,14 @@ def _workload_in_words(arena: Arena) -> str:
 
 def _detail(arena: Arena, share: float) -> str:
     return (
-        f"{_workload_in_words(arena)}; {arena.budget_bytes(share) / 2**30:.1f} GiB, {_percent(share)} of what a single "
+        f"{workload_in_words(arena)}; {arena.budget_bytes(share) / 2**30:.1f} GiB, {percent(share)} of what a single "
         f"pool needs for the working set of {arena.working_set_tokens / 1e6:.2f} M tokens"
     )
 
 
 def _findings(arena: Arena, tallies: dict[str, Tally]) -> Findings:
     ceiling = tallies["infinite"].hit_rate
-    lines = [f"{who}: {_in_words(tally, ceiling)}" for who, tally in tallies.items() if who != "infinite"]
+    lines = [f"{who}: {in_words(tally, ceiling)}" for who, tally in tallies.items() if who != "infinite"]
     lines.append(f"infinite: {ceiling:.2%}")
     pages = {who: arena.num_pages(who, arena.file.budget.headline) for who in tallies if who != "infinite"}
     return Findings(
@@ -198,13 +198,13 @@ def _findings(arena: Arena, tallies: dict[str, Tally]) -> Findings:
             "workload": statistics_of(arena),
             "budget_bytes": arena.budget_bytes(arena.file.budget.headline),
             "working_set_tokens": arena.working_set_tokens,
-            "contenders": {who: _figures(tally, ceiling) for who, tally in tallies.items()},
+            "contenders": {who: tally_figures(tally, ceiling) for who, tally in tallies.items()},
             "full_and_window_pages": pages,
         },
     )
 
 
-def _in_words(tally: Tally, ceiling: float) -> str:
+def in_words(tally: Tally, ceiling: float) -> str:
     parts = _parts(tally, ceiling)
     words = (
         f"{tally.hit_rate:.2%}; lost with full pages {parts['full_lost']:.2%}, with windows {parts['windows_lost']:.2%}"
@@ -231,7 +231,7 @@ def _parts(tally: Tally, ceiling: float) -> dict[str, float]:
     }
 
 
-def _figures(tally: Tally, ceiling: float) -> dict[str, Any]:
+def tally_figures(tally: Tally, ceiling: float) -> dict[str, Any]:
     rates = {
         "hit_rate": tally.hit_rate,
         "hit_rate_healing_by_work": tally.work_rate,
@@ -285,7 +285,7 @@ def _mean(curve: list[tuple[float, Tally]]) -> float:
     return sum(tally.hit_rate for _, tally in curve) / len(curve)
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 

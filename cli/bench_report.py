@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +132,7 @@ def write_plot(path: Path, title: str, results: Sequence[Result]) -> None:
     from matplotlib.figure import Figure
 
     rows = [result for result in reversed(results) if result.ratio is not None]
-    panels = [panel for result in results for panel in result.findings.panels]
+    panels = joined_panels([panel for result in results for panel in result.findings.panels])
     num_lines = -(-len(panels) // _PANELS_PER_LINE)
     bars_inches = 1.6 + 0.6 * len(rows)
     # Without pyplot: no display, no global state.
@@ -196,6 +197,19 @@ def ticks_between(low: float, high: float) -> list[float]:
     return found
 
 
+def joined_panels(panels: Sequence[Panel]) -> list[Panel]:
+    """Panels that are parts of one, put together: each curve with the points of all, from left to right."""
+    parts: dict[tuple[str, str, str, bool], list[Panel]] = {}
+    for panel in panels:
+        parts.setdefault((panel.title, panel.x_label, panel.y_label, panel.y_is_logarithmic), []).append(panel)
+    joined = []
+    for same in parts.values():
+        names = dict.fromkeys(who for panel in same for who in panel.curves)
+        curves = {who: sorted(point for panel in same for point in panel.curves.get(who, ())) for who in names}
+        joined.append(replace(same[0], curves=curves))
+    return joined
+
+
 def _draw_panel(axes: "Axes", panel: Panel) -> None:
     # The first curve lies on top, and those below it are wider: where lines meet, all are seen.
     strokes = zip(panel.curves.items(), itertools.cycle(_STROKES))
@@ -210,7 +224,14 @@ def _draw_panel(axes: "Axes", panel: Panel) -> None:
     axes.set_xticks(sorted({x for points in panel.curves.values() for x, _ in points}))
     axes.set_xticks([], minor=True)
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_ylim(bottom=0)
+    if panel.y_is_logarithmic:
+        axes.set_yscale("log")
+        values = [y for points in panel.curves.values() for _, y in points]
+        axes.set_yticks(ticks_between(min(values) / 1.2, max(values) * 1.2))
+        axes.set_yticks([], minor=True)
+        axes.yaxis.set_major_formatter("{x:,.12g}")
+    else:
+        axes.set_ylim(bottom=0)
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
     axes.set_title(panel.title, loc="left", fontsize=10)

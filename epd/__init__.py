@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from epd.gateway.render import Renderer
     from epd.kv.dual import DualPool
     from epd.kv.errors import NoPages, PoolTooSmall
-    from epd.kv.layout import KvLayout, plan_pools
+    from epd.kv.layout import KvLayout, PoolPlan, plan_pools
     from epd.model.checkpoint import Findings, Inspection, inspect_checkpoint
     from epd.model.config import TextConfig
     from epd.model.config_ranges import MAX_MTP_LAYERS
@@ -40,6 +40,7 @@ __all__ = [
     "KvLayout",
     "MemoryNetwork",
     "NoPages",
+    "PoolPlan",
     "PoolTooSmall",
     "PrefixCache",
     "PrefixHit",
@@ -80,6 +81,7 @@ _HOMES = {
     "KvLayout": "epd.kv.layout",
     "MemoryNetwork": "epd.transport.memory",
     "NoPages": "epd.kv.errors",
+    "PoolPlan": "epd.kv.layout",
     "PoolTooSmall": "epd.kv.errors",
     "PrefixCache": "epd.cache.prefix",
     "PrefixHit": "epd.cache.prefix",

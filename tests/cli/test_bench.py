@@ -33,7 +33,7 @@ from cli.bench_case import (
 )
 from cli.bench_choice import chosen_cases, runnable_cases
 from cli.bench_machine import Busyness, cpu_by_descendant, describe_machine, ffmpeg_version, own_cpu_s
-from cli.bench_report import as_json, show, show_cases, ticks_between, write_plot
+from cli.bench_report import as_json, joined_panels, show, show_cases, ticks_between, write_plot
 from cli.load import ConfigError
 
 FIELDS = {"name", "ours", "baseline", "unit", "ratio", "limit", "of_limit", "runs"}
@@ -212,6 +212,23 @@ def test_the_plot_has_panels_for_curves(tmp_path: Path) -> None:
     with Image.open(bare) as small, Image.open(drawn) as large:
         assert large.width == small.width
         assert large.height == small.height + 2 * round(4.2 * 140)
+
+
+def test_parts_of_one_picture_are_drawn_as_one(tmp_path: Path) -> None:
+    def part(x: float, *, title: str = "first token", **curves: float) -> Panel:
+        points = {who: [(x, y)] for who, y in curves.items()}
+        return Panel(title=title, x_label="tokens", y_label="ms", curves=points, y_is_logarithmic=True)
+
+    parts = [part(32, L1=3.0, cold=900.0), part(8, L1=2.0), part(8, title="other", L1=1.0), part(8, heal=20.0)]
+    first, other = joined_panels(parts)
+    assert first.curves == {"L1": [(8, 2.0), (32, 3.0)], "cold": [(32, 900.0)], "heal": [(8, 20.0)]}
+    assert other == parts[2]
+    assert len(joined_panels([replace(parts[1], y_is_logarithmic=False), parts[1]])) == 2
+    together, apart = tmp_path / "together.png", tmp_path / "apart.png"
+    write_plot(together, "title", [replace(result(), findings=Findings(panels=(part,))) for part in parts[:2]])
+    write_plot(apart, "title", [replace(result(), findings=Findings(panels=tuple(parts)))])
+    assert together.stat().st_size > 10_000
+    assert apart.stat().st_size > together.stat().st_size
 
 
 def test_busyness_counts_others_and_not_ourselves() -> None:
