@@ -141,6 +141,9 @@ def kv(
     json_file: JsonFile = None,
     plot: PlotFile = None,
     list_cases: ListCases = False,
+    tiers: Annotated[
+        bool, typer.Option("--tiers", help="Instead: host memory and store behind the device, cases tiers.*.")
+    ] = False,
     workloads: Annotated[
         Path | None,
         typer.Option(
@@ -160,14 +163,23 @@ def kv(
 
     Example: mimo bench kv --json kv.json --plot kv.png
 
+    With `--tiers` it is the hierarchy that is measured: the first token of a prompt whose KV is on the device, in the
+    host's memory, in the local store, to be healed, or nowhere; what an engine finds in the store of another that has
+    ended; and hits of agents with little device memory and a host behind it.
+
     Example: mimo bench kv --only agent
+
+    Example: mimo bench kv --tiers --json tiers.json --plot tiers.png
     """
-    from cli.bench_kv import PACKAGES, kv_cases
+    from cli.bench_kv import PACKAGES, kv_cases, tier_cases
 
     if workloads is not None and not workloads.is_dir():
         raise ConfigError(f"--workloads {workloads}: no such directory")
     asked = _Asked(only or [], runs, quick, threads or num_cores(), json_file, plot, list_cases)
-    _bench("kv", kv_cases(workloads), PACKAGES, asked)
+    if tiers:
+        _bench("tiers", tier_cases(workloads), PACKAGES, asked, command="kv --tiers")
+    else:
+        _bench("kv", kv_cases(workloads), PACKAGES, asked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +195,13 @@ class _Asked:
     list_cases: bool
 
 
-def _bench(group_name: str, cases: Sequence[Case], packages: Sequence[str], asked: _Asked) -> None:
-    """Raises ConfigError, or Exit when something went wrong on the way."""
+def _bench(
+    group_name: str, cases: Sequence[Case], packages: Sequence[str], asked: _Asked, *, command: str | None = None
+) -> None:
+    """`command`: what the user wrote, where that is not the group's name.
+
+    Raises ConfigError, or Exit when something went wrong on the way.
+    """
     chosen = chosen_cases(cases, asked.only, group_name)
     for case in chosen:
         if case.check is not None:
@@ -203,7 +220,7 @@ def _bench(group_name: str, cases: Sequence[Case], packages: Sequence[str], aske
     machine["others_cpu_share"] = busyness.others_share()
     quick = ", quick" if asked.quick else ""
     threads = "1 thread" if setting.num_threads == 1 else f"{setting.num_threads} threads"
-    title = f"mimo bench {group_name}, {threads} on {machine['cpu']}{quick}"
+    title = f"mimo bench {command or group_name}, {threads} on {machine['cpu']}{quick}"
     _report(title, machine, results, faults, asked)
     for reason in dict.fromkeys(fault.reason for fault in faults):
         _complain(f"{', '.join(fault.name for fault in faults if fault.reason == reason)}: {reason}")

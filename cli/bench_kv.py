@@ -1,4 +1,4 @@
-"""The cases of `mimo bench kv`: bytes, hits, time to the first token, speed."""
+"""The cases of `mimo bench kv`: bytes, hits, time to the first token, speed; and those of its `--tiers`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from cli.bench_kv_bytes import byte_cases
 from cli.bench_kv_config import DIRECTORY
 from cli.bench_kv_hits import hit_cases
 from cli.bench_kv_speed import SPEED_PACKAGES, speed_cases
+from cli.bench_kv_tiers import ttft_tier_cases
 from cli.bench_kv_ttft import ttft_cases
 
-__all__ = ["PACKAGES", "kv_cases"]
+__all__ = ["PACKAGES", "kv_cases", "tier_cases"]
 
 PACKAGES = (*SPEED_PACKAGES, "numpy", "xxhash")
 """Whose versions matter for the figures."""
@@ -22,3 +23,10 @@ def kv_cases(directory: Path | None = None) -> tuple[Case, ...]:
     """Workload files come from `directory`, or are those that come along."""
     speed = (replace(case, needs="transformers") for case in speed_cases())
     return (*byte_cases(), *hit_cases(directory or DIRECTORY), *ttft_cases(), *speed)
+
+
+def tier_cases(directory: Path | None = None) -> tuple[Case, ...]:
+    """Of the tiers behind the device; as above."""
+    from cli.bench_kv_tiers_hits import hit_tier_cases
+
+    return (*ttft_tier_cases(), *hit_tier_cases(directory or DIRECTORY))

@@ -16,7 +16,7 @@ from typing import Annotated
 from cli.bench_case import BenchFailed
 from cli.bench_kv_bounds import Span
 from cli.bench_kv_trace import Request
-from epd import HealCost, NoPages, PrefixCache, PrefixHit, SequencePages, ring_pages
+from epd import HealCost, NoPages, PrefixCache, PrefixHit, SequencePages, TieredCache, ring_pages
 
 __all__ = ["Replay", "ServerTimes", "Tally"]
 
@@ -56,6 +56,8 @@ class Tally:
     """Of `prompt`: how far full pages reached."""
     usable: int = 0
     """Of `prompt`: how far windows allowed to resume without healing."""
+    host: int = 0
+    """Of `prompt`: what came from the host's memory because the device had lost it."""
     num_healings: int = 0
     num_retractions: int = 0
     num_refused: int = 0
@@ -119,13 +121,14 @@ class Replay:
 
     def __init__(
         self,
-        cache: PrefixCache,
+        cache: PrefixCache | TieredCache,
         times: ServerTimes,
         *,
         heal_cost: HealCost | None,
         waiting_credit: float = 2000.0,
     ) -> None:
-        self.cache = cache
+        """`cache`: of the device alone, or with tiers behind it, whose copies take no time here."""
+        self.cache = cache if isinstance(cache, TieredCache) else TieredCache(cache)
         self.tally = Tally()
         self._times = times
         self._heal_cost = heal_cost
@@ -149,6 +152,7 @@ class Replay:
         while self._events:
             self._now_s, _, event = heapq.heappop(self._events)
             event()
+            self.cache.poll()
             self._progress()
         if self._running or self._waiting:
             raise BenchFailed(f"{len(self._running) + len(self._waiting)} requests never ended: pools are too small")
@@ -216,16 +220,30 @@ class Replay:
         needed_window = 1 + self._ring(start, heal_stop, 1)
         if self._running and not self.cache.fits(needed_full, needed_window, keys=keys, num_tokens=num_tokens):
             return False
-        heapq.heappop(self._waiting)
         if start < heal_stop and self._lease_healing(sequence, start, heal_stop):
             self.tally.heal_work += work
-        else:
-            sequence.pages = self.cache.begin(keys, num_tokens)
-            sequence.num_computed = sequence.heal_stop = sequence.pages.num_cached_tokens
+        elif not self._lease(sequence):
+            return False
+        heapq.heappop(self._waiting)
+        self.cache.admitted(keys, hit)
         if sequence.epoch == 0:
             self.tally.full_only += hit.num_full_only_tokens
             self.tally.usable += hit.num_tokens
+            self.tally.host += hit.num_host_tokens
         self._running[sequence.order] = sequence
+        return True
+
+    def _lease(self, sequence: _Sequence) -> bool:
+        """What can be gone on from at once. False where pages that others will give back are needed for it."""
+        keys, num_tokens = sequence.request.keys, sequence.num_tokens
+        try:
+            pages = self.cache.resume(keys, num_tokens)
+        except NoPages:
+            if self._running:
+                return False
+            pages = self.cache.begin(keys, num_tokens)
+        sequence.pages = pages
+        sequence.num_computed = sequence.heal_stop = pages.num_cached_tokens
         return True
 
     def _resume(self, hit: PrefixHit) -> tuple[int, int, int]:
@@ -246,8 +264,13 @@ class Replay:
 
     def _lease_healing(self, sequence: _Sequence, start: int, stop: int) -> bool:
         """As the engine does it: full pages are leased, windows written again in a ring. False without room."""
-        keys, num_tokens = sequence.request.keys, sequence.num_tokens
-        pages = self.cache.begin(keys, num_tokens, full_only=True, max_cached_tokens=stop)
+        try:
+            pages = self.cache.resume(sequence.request.keys, sequence.num_tokens, stop, full_only=True)
+        except NoPages:
+            return False
+        if pages.num_cached_tokens < stop:
+            pages.abort()
+            return False
         for chunk_tokens in (self._times.chunk_tokens, 1):
             num_places = self._ring(start, stop, chunk_tokens)
             try:
@@ -304,6 +327,7 @@ class Replay:
             sequence.pages.extend(stop, window_start=self.cache.window_frontier(stop))
         sequence.pages.commit(stop, sequence.request.keys)
         if stop == sequence.num_tokens:
+            self.cache.prefilled(sequence.request.keys, stop // self._page_size)
             sequence.is_decoding = True
             self._decode(sequence)
 
@@ -335,10 +359,17 @@ class Replay:
         assert sequence.pages is not None
         stats = self.cache.stats().full
         self.tally.peak_cached = max(self.tally.peak_cached, (stats.total - stats.free) * self._page_size)
-        sequence.pages.finish()
+        self._give_back(sequence)
         sequence.epoch += 1
         del self._running[sequence.order]
         sequence.on_end(self._now_s)
+
+    def _give_back(self, sequence: _Sequence) -> None:
+        """What it has computed stays behind, as long as there is room."""
+        assert sequence.pages is not None
+        num_pages = sequence.pages.num_committed_tokens // self._page_size
+        sequence.pages.finish()
+        self.cache.ended(sequence.request.keys, num_pages)
 
     def _make_room(self, sequence: _Sequence, stop: int) -> bool:
         """Extend the sequence's pages, putting back later ones for it; False if it is the latest and has to wait."""
@@ -360,7 +391,7 @@ class Replay:
         assert sequence.pages is not None
         del self._running[sequence.order]
         self._stalled.pop(sequence.order, None)
-        sequence.pages.finish()
+        self._give_back(sequence)
         sequence.pages = None
         sequence.epoch += 1
         sequence.is_decoding = False

@@ -6,6 +6,8 @@ if TYPE_CHECKING:
     from epd.cache.prefix import PrefixCache, PrefixHit
     from epd.cache.retention import RetentionPolicy
     from epd.cache.sequence_pages import SequencePages
+    from epd.cache.tiers.host import HostTier
+    from epd.cache.tiers.tiered import TieredCache
     from epd.cache.victims import make_policy
     from epd.engine.heal_cost import HealCost, heal_cost
     from epd.engine.heal_rows import ring_pages
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from epd.gateway.app import create_app, start_gateway
     from epd.gateway.process import fetch_limits, run_gateway
     from epd.gateway.render import Renderer
+    from epd.kv.copies import InstantMover
     from epd.kv.dual import DualPool
     from epd.kv.errors import NoPages, PoolTooSmall
     from epd.kv.layout import KvLayout, PoolPlan, plan_pools
@@ -36,7 +39,9 @@ __all__ = [
     "Findings",
     "GgufError",
     "HealCost",
+    "HostTier",
     "Inspection",
+    "InstantMover",
     "KvLayout",
     "MemoryNetwork",
     "NoPages",
@@ -48,6 +53,7 @@ __all__ = [
     "RetentionPolicy",
     "SequencePages",
     "TextConfig",
+    "TieredCache",
     "TrialFailed",
     "WorkerPlan",
     "count_heads",
@@ -77,7 +83,9 @@ _HOMES = {
     "Findings": "epd.model.checkpoint",
     "GgufError": "epd.model.gguf.errors",
     "HealCost": "epd.engine.heal_cost",
+    "HostTier": "epd.cache.tiers.host",
     "Inspection": "epd.model.checkpoint",
+    "InstantMover": "epd.kv.copies",
     "KvLayout": "epd.kv.layout",
     "MemoryNetwork": "epd.transport.memory",
     "NoPages": "epd.kv.errors",
@@ -89,6 +97,7 @@ _HOMES = {
     "RetentionPolicy": "epd.cache.retention",
     "SequencePages": "epd.cache.sequence_pages",
     "TextConfig": "epd.model.config",
+    "TieredCache": "epd.cache.tiers.tiered",
     "TrialFailed": "epd.engine.trial",
     "WorkerPlan": "epd.engine.sizing",
     "count_heads": "epd.engine.sizing",
