@@ -11,7 +11,7 @@ from typing import Protocol
 
 from epd.kv.errors import KvError
 
-__all__ = ["DONE", "CopyFailed", "CopyTicket", "InstantMover", "PageCopies", "PageMover", "runs_of"]
+__all__ = ["DONE", "CopyFailed", "CopyTicket", "InstantMover", "MoverStats", "PageCopies", "PageMover", "runs_of"]
 
 
 class CopyFailed(KvError):
@@ -35,6 +35,16 @@ class PageCopies:
         return len(self.full) + len(self.window) + len(self.local_window)
 
 
+@dataclass(frozen=True, slots=True)
+class MoverStats:
+    """Bytes asked for so far, copies not at rest now, and how long computing has waited for layers of a load."""
+
+    loaded_bytes: int = 0
+    saved_bytes: int = 0
+    in_flight: int = 0
+    stalled_s: float = 0.0
+
+
 class CopyTicket(Protocol):
     """A copy that was asked for. Every method may be called by any thread, any number of times."""
 
@@ -53,7 +63,7 @@ class CopyTicket(Protocol):
 
 
 class PageMover(Protocol):
-    """Copies pages between the device and the host. Copies are done in the order they were asked for."""
+    """Copies pages between the device and the host. Copies are done in any order: loads go before saves."""
 
     def load(self, copies: PageCopies) -> CopyTicket:
         """Host to device, layer by layer in the order of the forward. Returns at once."""
@@ -63,6 +73,8 @@ class PageMover(Protocol):
         """Device to host, after all that was computed until now. Returns at once. Raises ValueError for
         `local_window`."""
         ...
+
+    def stats(self) -> MoverStats: ...
 
 
 class _Done:
@@ -98,6 +110,9 @@ class InstantMover:
             raise ValueError("local_window is not empty; allowed: none, in a save")
         self.num_saved_pages += copies.num_pages
         return DONE
+
+    def stats(self) -> MoverStats:
+        return MoverStats()
 
 
 def runs_of(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
