@@ -6,7 +6,7 @@ A node keeps short byte strings by key and looks into none of them: that a value
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
@@ -107,8 +107,8 @@ class Tended(Protocol):
 class Placement(Protocol):
     """Which node keeps a group's pages."""
 
-    def preference(self, group: str) -> Sequence[int]:
-        """Indices of all nodes, the group's own first, then those to take its place. Pure and cheap."""
+    def order(self, group: str) -> Iterator[str]:
+        """Names of all nodes, the group's own first, then those to take its place. Pure and cheap."""
         ...
 
 
