@@ -63,7 +63,6 @@ class DraftHeads:
         self,
         model: HybridModel,
         storage: KvStorage,
-        attention: AttentionBackend,
         pages_of: PagesOf,
         *,
         num_heads: int,
@@ -71,7 +70,6 @@ class DraftHeads:
         num_token_ids: int | None,
     ) -> None:
         self._model = model
-        self._attention = attention
         self._pages_of = pages_of
         self._num_heads = num_heads
         self._page_size = page_size
@@ -84,23 +82,37 @@ class DraftHeads:
             storage.keys(layer).zero_()
             storage.values(layer).zero_()
 
-    def run(self, embed_ED: Tensor, hidden_TD: Tensor, runs: Sequence[HeadRun], *, num_drafts: int) -> list[DraftTail]:
+    def run(
+        self,
+        embed_ED: Tensor,
+        hidden_TD: Tensor,
+        runs: Sequence[HeadRun],
+        attention: AttentionBackend,
+        *,
+        num_drafts: int,
+    ) -> list[DraftTail]:
         """Write the runs' rows of every head; guess up to `num_drafts` tokens for those that sampled one."""
         waits = [run.next_id is not None and run.num_rows == 1 for run in runs]
         # Of a token that was decoded the tail keeps what its rows need, up to a page: for as long a sequence holds the
         # windows that they read. Once one tail is full all are written: a forward costs more than its rows.
         is_due = any(wait and _num_tail_rows(run) >= self._page_size for run, wait in zip(runs, waits, strict=True))
         if num_drafts or is_due:
-            return self._write(embed_ED, hidden_TD, runs, num_drafts=num_drafts)
+            return self._write(embed_ED, hidden_TD, runs, attention, num_drafts=num_drafts)
         writing = [run for run, wait in zip(runs, waits, strict=True) if not wait]
-        written = iter(self._write(embed_ED, hidden_TD, writing, num_drafts=0) if writing else ())
+        written = iter(self._write(embed_ED, hidden_TD, writing, attention, num_drafts=0) if writing else ())
         return [
             _longer_tail(run, embed_ED, hidden_TD) if wait else next(written)
             for run, wait in zip(runs, waits, strict=True)
         ]
 
     def _write(
-        self, embed_ED: Tensor, hidden_TD: Tensor, runs: Sequence[HeadRun], *, num_drafts: int
+        self,
+        embed_ED: Tensor,
+        hidden_TD: Tensor,
+        runs: Sequence[HeadRun],
+        attention: AttentionBackend,
+        *,
+        num_drafts: int,
     ) -> list[DraftTail]:
         rows = _HeadRows(self._model, embed_ED, hidden_TD, runs, num_heads=self._num_heads)
         for run in runs:
@@ -109,13 +121,13 @@ class DraftHeads:
             (run.step.start - kept, run.step.start + run.num_rows) for run, kept in zip(runs, rows.kept, strict=True)
         ]
         positions_R = torch.cat([torch.arange(start, stop) for start, stop in spans]).to(hidden_TD.device)
-        attention = self._attention.context(
+        context = attention.context(
             [self._pages_of(run.step, start, stop) for run, (start, stop) in zip(runs, spans, strict=True)]
         )
         hidden_RD = rows.hidden()
         guesses: list[Tensor] = []
         for k in range(self._num_heads):
-            out_RD = self._model.draft(k, rows.embedded(k), hidden_RD, positions_R, attention)
+            out_RD = self._model.draft(k, rows.embedded(k), hidden_RD, positions_R, context)
             if k < num_drafts and rows.sampled_rows:
                 logits_SV = self._model.logits(out_RD[rows.index(rows.sampled_rows)])
                 guesses.append(logits_SV[:, : self._num_token_ids].argmax(dim=-1))

@@ -17,6 +17,7 @@ from torch import Tensor
 from encoder.errors import EmbeddingLost
 from encoder.types import EmbeddingRef
 from epd.engine.draft_heads import DraftHeads, HeadRun
+from epd.engine.gate import arrivals_of, gated
 from epd.engine.graphs import DecodeGraphs
 from epd.engine.handoff import KvMover
 from epd.engine.heal_forward import heal_windows
@@ -80,7 +81,6 @@ class Runner:
             self._heads = DraftHeads(
                 model,
                 storage,
-                attention,
                 self._paged,
                 num_heads=num_heads,
                 page_size=self._page_size,
@@ -89,7 +89,10 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """Write the plan's imports, compute its steps. A step whose embedding is lost fails alone."""
+        """Write the plan's imports, compute its steps. A step whose embedding is lost fails alone.
+
+        Raises CopyFailed when cached pages of a step did not come from host memory.
+        """
         for planned in plan.imports:
             self._mover.write(planned)
         media: dict[str, _StepMedia] = {}
@@ -117,7 +120,8 @@ class Runner:
             spans += [EmbeddingSpan(first + span.start, first + span.stop, span.rows) for span in step_spans]
             token_ids += step.token_ids
         hidden_TD = merge_embeddings(self._model.embed(self._index(token_ids)), spans)
-        is_sound = heal_windows(self._model, hidden_TD, steps, self._attention, page_size=self._page_size)
+        attention = gated(self._attention, arrivals_of(steps))
+        is_sound = heal_windows(self._model, hidden_TD, steps, attention, page_size=self._page_size)
         if self._heads is not None:
             self._heads.blank([page for step in steps for page in step.pages.window_pages])
         return {step.request_id: _outcome(step, sound) for step, sound in zip(steps, is_sound, strict=True)}
@@ -126,9 +130,12 @@ class Runner:
         self, steps: Sequence[SequenceStep], media: Sequence[_StepMedia], *, num_drafts: int
     ) -> dict[str, StepOutcome]:
         rows = _Rows(steps, media)
-        decoded = None if self._graphs is None else self._graphs.run(steps)
+        arrivals = arrivals_of(steps)
+        attention = gated(self._attention, arrivals)
+        # A graph reads the pages of all layers without asking anybody.
+        decoded = None if self._graphs is None or arrivals else self._graphs.run(steps)
         if decoded is None:
-            embed_ED, hidden_TD = self._forward(steps, rows)
+            embed_ED, hidden_TD = self._forward(steps, rows, attention)
             logits_SV = self._model.logits(hidden_TD[self._index(rows.sampled)]) if rows.sampled else None
         else:
             embed_ED, hidden_TD, logits_SV = decoded.embed, decoded.hidden, decoded.logits
@@ -137,24 +144,34 @@ class Runner:
         outcomes = {
             step.request_id: _outcome(step, next(is_sound) if step.sample is None else next(tokens)) for step in steps
         }
-        return self._draft(rows, embed_ED, hidden_TD, outcomes, num_drafts) if self._heads is not None else outcomes
+        if self._heads is None:
+            return outcomes
+        return self._draft(rows, (embed_ED, hidden_TD), outcomes, attention, num_drafts)
 
-    def _forward(self, steps: Sequence[SequenceStep], rows: _Rows) -> tuple[Tensor, Tensor]:
+    def _forward(
+        self, steps: Sequence[SequenceStep], rows: _Rows, attention: AttentionBackend
+    ) -> tuple[Tensor, Tensor]:
         """Embeddings [E, D] and normed hidden states [T, D]."""
         embed_ED = merge_embeddings(self._model.embed(self._index(rows.token_ids)), rows.spans)
         positions_T = torch.cat([torch.arange(step.start, step.computed_stop) for step in steps]).to(self._device)
-        attention = self._attention.context([self._paged(step, step.start, step.computed_stop) for step in steps])
-        return embed_ED, self._model(embed_ED[: rows.num_computed], positions_T, attention)
+        context = attention.context([self._paged(step, step.start, step.computed_stop) for step in steps])
+        return embed_ED, self._model(embed_ED[: rows.num_computed], positions_T, context)
 
     def _draft(
-        self, rows: _Rows, embed_ED: Tensor, hidden_TD: Tensor, outcomes: dict[str, StepOutcome], num_drafts: int
+        self,
+        rows: _Rows,
+        states: tuple[Tensor, Tensor],
+        outcomes: dict[str, StepOutcome],
+        attention: AttentionBackend,
+        num_drafts: int,
     ) -> dict[str, StepOutcome]:
         """Run the draft heads over the steps that are sound, and add what they leave to the outcomes."""
         assert self._heads is not None
         runs = rows.head_runs(outcomes)
         if not runs:
             return outcomes
-        tails = self._heads.run(embed_ED, hidden_TD, runs, num_drafts=num_drafts)
+        embed_ED, hidden_TD = states
+        tails = self._heads.run(embed_ED, hidden_TD, runs, attention, num_drafts=num_drafts)
         ids = [run.step.request_id for run in runs]
         return outcomes | {
             request_id: replace(outcomes[request_id], tail=tail) for request_id, tail in zip(ids, tails, strict=True)
