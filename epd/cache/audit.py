@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from epd.cache.ledger import TreeLedger
+from epd.cache.pins import PathPin
 from epd.cache.sequence_pages import SequencePages
 from epd.kv.errors import PageStateError
 from epd.kv.pages import PageOwner, PagePool
@@ -14,7 +15,7 @@ from epd.kv.pages import PageOwner, PagePool
 __all__ = ["audit"]
 
 
-def audit(ledger: TreeLedger, sequences: Iterable[SequencePages]) -> None:
+def audit(ledger: TreeLedger, sequences: Iterable[SequencePages], pins: Collection[PathPin] = ()) -> None:
     """Raise PageStateError at the first page, reference or count that does not add up."""
     rows = [row for row in sequences if row.is_open]
     ledger.pool.check()
@@ -29,6 +30,13 @@ def audit(ledger: TreeLedger, sequences: Iterable[SequencePages]) -> None:
     _require_partition(ledger.pool.window, tree_window, own_window)
     _require_rows_match_tree(ledger, rows)
     refs = Counter(page for row in rows for page in row.window_pages if owner(page) is PageOwner.TREE)
+    refs.update(page for pin in pins for page in pin.window_pages)
+    locks = Counter(row.node.node_id for row in rows)
+    locks.update(pin.node.node_id for pin in pins)
+    if any(node.num_locks != locks[node.node_id] for node in nodes):
+        raise PageStateError(
+            f"locks by node are {locks}, booked { ({node.node_id: node.num_locks for node in nodes}) }"
+        )
     if dict(refs) != ledger.refs:
         raise PageStateError(f"window references {ledger.refs} are booked, rows hold {dict(refs)}")
     stray = ledger.anchored.difference(tree_window)

@@ -9,6 +9,7 @@ whose row names the page. A page the tree holds is evictable when neither applie
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from epd.cache.boundaries import nodes_looking_up
 from epd.cache.lru import Rank, VictimQueue
@@ -18,11 +19,35 @@ from epd.kv.dual import DualPool, PageGrant
 from epd.kv.errors import NoPages, PageStateError
 from epd.kv.pages import PageOwner
 
-__all__ = ["TreeLedger"]
+__all__ = ["EvictionWitness", "TreeLedger"]
 
 
 _MAX_SECOND_LOOKS = 32
 """Queued ranks that are looked up again before one victim is taken as it stands."""
+
+
+class EvictionWitness(Protocol):
+    """Who keeps pages elsewhere as well, and is told before they go; see tiers/backup.py."""
+
+    def leaving_end(self, node: Node, num_pages: int) -> None:
+        """The last pages of this leaf are about to go, windows and all. Their bytes stay until saved()."""
+        ...
+
+    def leaving_windows(self, node: Node, num_pages: int) -> None:
+        """The first window pages of this node are about to go. Their bytes stay until saved()."""
+        ...
+
+    def save(self) -> None:
+        """What was named since the last call is freed on return."""
+        ...
+
+    def settle(self) -> bool:
+        """Pages are short: wait for a copy that keeps some. False when there is none."""
+        ...
+
+    def learned(self, keys: Sequence[bytes], num_pages: int) -> None:
+        """A boundary is kept since others will leave the path there too. May pin and cut nodes."""
+        ...
 
 
 class TreeLedger:
@@ -42,6 +67,7 @@ class TreeLedger:
         "refs",
         "tree",
         "window_pages",
+        "witness",
     )
 
     def __init__(self, pool: DualPool, *, window_pages: int, policy: VictimPolicy) -> None:
@@ -49,6 +75,7 @@ class TreeLedger:
         self.pool = pool
         self.tree = RadixTree()
         self.window_pages = window_pages
+        self.witness: EvictionWitness | None = None
         self.refs: dict[int, int] = {}
         self.anchored: set[int] = set()
         self.num_evicted_full = 0
@@ -69,13 +96,15 @@ class TreeLedger:
         return self.pool.window.count(PageOwner.TREE) - len(self.refs)
 
     def allocate(self, num_full: int, num_window: int) -> PageGrant:
-        """Take pages, evicting in whichever pool is short; NoPages, with nothing changed, if that cannot be enough."""
+        """Take pages, evicting in whichever pool is short; NoPages, with nothing changed, if that cannot be enough.
+
+        Pages that a copy keeps are waited for before it is said that there are too few.
+        """
+        while (refusal := self._refusal(num_full, num_window)) is not None:
+            if self.witness is None or not self.witness.settle():
+                raise refusal
         short_full = num_full - self.pool.full.num_free
         short_window = num_window - self.pool.window.num_free
-        if short_full > self.num_evictable_full:
-            raise self._no_pages("full", num_full)
-        if short_window > self.num_evictable_window:
-            raise self._no_pages("window", num_window)
         if short_full > 0:
             self.evict_full(short_full)
             # Leaves take their windows along, so the other pool may be less short now.
@@ -101,13 +130,18 @@ class TreeLedger:
                 break
             parent = node.parent
             assert parent is not None
-            full_pages, window_pages = self.tree.truncate(node, min(left, node.num_pages))
+            count = min(left, node.num_pages)
+            if self.witness is not None:
+                self.witness.leaving_end(node, count)
+            full_pages, window_pages = self.tree.truncate(node, count)
             gone_full += full_pages
             gone_windows += window_pages
             self._policy.leaf_lost(node)
             for one in (node, parent):
                 touched[one.node_id] = one
                 self._refresh_full(one)
+        if self.witness is not None:
+            self.witness.save()
         self.pool.full.free(gone_full, PageOwner.TREE)
         self._free_windows(gone_windows)
         self._settle(touched.values())
@@ -116,20 +150,26 @@ class TreeLedger:
 
     def evict_window(self, num_pages: int) -> int:
         """Free up to `num_pages` window pages, full pages staying; returns how many were freed."""
-        freed = 0
-        while freed < num_pages and (node := self._first(self._window_victims, self._policy.window_rank)) is not None:
-            limit = min(num_pages - freed, self._policy.num_spare_windows(node))
+        gone: list[int] = []
+        while (
+            len(gone) < num_pages and (node := self._first(self._window_victims, self._policy.window_rank)) is not None
+        ):
+            limit = min(num_pages - len(gone), self._policy.num_spare_windows(node))
             count = 0
             while count < limit and node.window_pages[count] not in self.refs:
                 count += 1
+            if self.witness is not None:
+                self.witness.leaving_windows(node, count)
             self._policy.ends_lost(node, count)
-            self._free_windows(node.window_pages[:count])
+            gone += node.window_pages[:count]
             del node.window_pages[:count]
-            freed += count
             self.windows_changed(node)
             self.tidy(node)
-        self.num_evicted_window += freed
-        return freed
+        if self.witness is not None:
+            self.witness.save()
+        self._free_windows(gone)
+        self.num_evicted_window += len(gone)
+        return len(gone)
 
     def condemn(self, first_key: bytes) -> None:
         """A path that begins with this page key holds something wrong, nobody knows on which page: no lookup may find
@@ -332,7 +372,12 @@ class TreeLedger:
         self.anchored.difference_update(pages)
         self.pool.window.free(pages, PageOwner.TREE)
 
-    def _no_pages(self, pool: str, needed: int) -> NoPages:
-        free = self.pool.full.num_free if pool == "full" else self.pool.window.num_free
-        evictable = self.num_evictable_full if pool == "full" else self.num_evictable_window
-        return NoPages(pool=pool, needed=needed, free=free, evictable=evictable)
+    def _refusal(self, num_full: int, num_window: int) -> NoPages | None:
+        """Why so many pages cannot be had now, evicting if need be."""
+        for pool, needed, evictable in (
+            (self.pool.full, num_full, self.num_evictable_full),
+            (self.pool.window, num_window, self.num_evictable_window),
+        ):
+            if needed - pool.num_free > evictable:
+                return NoPages(pool=pool.name, needed=needed, free=pool.num_free, evictable=evictable)
+        return None

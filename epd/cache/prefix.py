@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from epd.cache.audit import audit
 from epd.cache.l3.base import StoreStats
 from epd.cache.ledger import TreeLedger
+from epd.cache.pins import PathPin
 from epd.cache.radix import Walk
 from epd.cache.retention import RetentionPolicy
 from epd.cache.sequence_pages import SequencePages
@@ -113,9 +114,15 @@ class PrefixCache:
             ),
         )
         self._sequences: set[SequencePages] = set()
+        self._pins: set[PathPin] = set()
         self._num_lookup_tokens = 0
         self._num_hit_tokens = 0
         self._num_full_only_hit_tokens = 0
+
+    @property
+    def ledger(self) -> TreeLedger:
+        """The books behind this cache, for those that keep books beside it (tiers/)."""
+        return self._ledger
 
     def match(self, keys: Sequence[bytes], num_tokens: int) -> PrefixHit:
         """Longest usable cached prefix of a prompt of `num_tokens` tokens, at most `num_tokens - 1`. Changes nothing.
@@ -124,7 +131,7 @@ class PrefixCache:
         `num_tokens`.
         """
         require_at_least(0, num_tokens=num_tokens)
-        walk = self._walk(keys, num_tokens)
+        walk = self.walk(keys, num_tokens)
         return PrefixHit(walk.usable_pages * self.page_size, walk.num_pages * self.page_size)
 
     def fits(
@@ -143,12 +150,19 @@ class PrefixCache:
         Raises ValueError for a negative number.
         """
         require_at_least(0, num_full=num_full, num_window=num_window, num_tokens=num_tokens)
-        ledger, pool = self._ledger, self._pool
         num_window = num_window if self.window_pages else 0
-        pinned_full, pinned_window = self._would_pin(keys, num_tokens, full_only=full_only)
+        walk = self.walk(keys, num_tokens)
+        leased = walk.num_pages if full_only else walk.usable_pages
+        floor = leased if full_only else window_floor(leased, self.window_pages)
+        pinned_full, pinned_window = self.would_pin(walk, leased, floor)
+        return self.has_room(num_full + pinned_full, num_window + pinned_window)
+
+    def has_room(self, num_full: int, num_window: int) -> bool:
+        """Whether so many pages are free or evictable; those that a lease would pin are to be counted in."""
+        ledger, pool = self._ledger, self._pool
         return (
-            num_full <= pool.full.num_free + ledger.num_evictable_full - pinned_full
-            and num_window <= pool.window.num_free + ledger.num_evictable_window - pinned_window
+            num_full <= pool.full.num_free + ledger.num_evictable_full
+            and num_window <= pool.window.num_free + ledger.num_evictable_window
         )
 
     def begin(
@@ -169,26 +183,60 @@ class PrefixCache:
         if max_cached_tokens is not None:
             require_at_least(0, max_cached_tokens=max_cached_tokens)
         limit = num_tokens if max_cached_tokens is None else min(num_tokens, max_cached_tokens + 1)
+        found = self.walk(keys, num_tokens)
+        walk = found if limit == num_tokens else self.walk(keys, limit)
+        return self.open_row(
+            keys,
+            num_tokens,
+            num_leased_pages=walk.num_pages if full_only else walk.usable_pages,
+            with_window=not full_only,
+            usable_pages=found.usable_pages,
+            reached_pages=found.num_pages,
+            counted_pages=(walk.num_pages if full_only else walk.usable_pages, walk.num_pages),
+        )
+
+    def open_row(
+        self,
+        keys: Sequence[bytes],
+        num_tokens: int,
+        *,
+        num_leased_pages: int,
+        with_window: bool,
+        usable_pages: int,
+        reached_pages: int,
+        counted_pages: tuple[int, int],
+    ) -> SequencePages:
+        """A row that leases `num_leased_pages` pages, which the tree holds; for begin() and TieredCache.
+
+        A lookup found `usable_pages` to resume from and full pages of `reached_pages`; `counted_pages` are the same as
+        they count for the statistics.
+        """
         self._ledger.num_lookups += 1
-        found = self._walk(keys, num_tokens)
-        walk = found if limit == num_tokens else self._walk(keys, limit)
-        learns = self.retention.learns_from(found.usable_pages * self.page_size, found.num_pages * self.page_size)
+        learns = self.retention.learns_from(usable_pages * self.page_size, reached_pages * self.page_size)
         pages = SequencePages(
             self._ledger,
             self.retention,
             page_size=self.page_size,
             window_tokens=self.window_tokens,
             num_prompt_tokens=num_tokens,
-            junction=found.num_pages if learns else None,
+            junction=reached_pages if learns else None,
             publishes=self.enabled,
             on_close=self._sequences.discard,
         )
-        pages.lease(keys, walk.num_pages if full_only else walk.usable_pages, with_window=not full_only)
+        pages.lease(keys, num_leased_pages, with_window=with_window)
         self._sequences.add(pages)
         self._num_lookup_tokens += num_tokens
-        self._num_hit_tokens += pages.num_cached_tokens
-        self._num_full_only_hit_tokens += walk.num_pages * self.page_size
+        self._num_hit_tokens += counted_pages[0] * self.page_size
+        self._num_full_only_hit_tokens += counted_pages[1] * self.page_size
         return pages
+
+    def pin(self, keys: Sequence[bytes], num_pages: int, *, window_start: int | None = None) -> PathPin:
+        """Keep the first `num_pages` > 0 pages of `keys`, which the tree holds, and their windows from `window_start`
+        on, all live, until the pin is released. None: no window."""
+        start = num_pages if window_start is None else window_start
+        pin = PathPin(self._ledger, keys, num_pages, start, self._pins.discard)
+        self._pins.add(pin)
+        return pin
 
     def window_frontier(self, num_tokens: int) -> int:
         """First page whose window is needed to go on after `num_tokens` tokens: what a handoff sends.
@@ -203,8 +251,12 @@ class PrefixCache:
 
     def clear(self) -> int:
         """Drop everything no running sequence uses; returns the full pages freed."""
-        freed = self._ledger.evict_full(self._ledger.num_evictable_full)
-        self._ledger.evict_window(self._ledger.num_evictable_window)
+        ledger = self._ledger
+        # What is dropped on purpose is kept nowhere else either.
+        witness, ledger.witness = ledger.witness, None
+        freed = ledger.evict_full(ledger.num_evictable_full)
+        ledger.evict_window(ledger.num_evictable_window)
+        ledger.witness = witness
         return freed
 
     def stats(self) -> CacheStats:
@@ -224,16 +276,17 @@ class PrefixCache:
 
     def check(self) -> None:
         """Raise PageStateError unless every page of both pools is accounted for exactly once."""
-        audit(self._ledger, self._sequences)
+        audit(self._ledger, self._sequences, self._pins)
 
-    def _walk(self, keys: Sequence[bytes], num_tokens: int) -> Walk:
+    def walk(self, keys: Sequence[bytes], num_tokens: int) -> Walk:
+        """Where the tree's pages of a prompt end, the last token left out; see RadixTree.walk()."""
         stop = min(len(keys), max(0, num_tokens - 1) // self.page_size) if self.enabled else 0
         return self._ledger.tree.walk(keys, stop=stop, window_pages=self.window_pages)
 
-    def _would_pin(self, keys: Sequence[bytes], num_tokens: int, *, full_only: bool) -> tuple[int, int]:
-        walk = self._walk(keys, num_tokens)
-        num_pages, num_full, num_window = walk.num_pages if full_only else walk.usable_pages, 0, 0
-        floor = num_pages if full_only else window_floor(num_pages, self.window_pages)
+    def would_pin(self, walk: Walk, num_pages: int, floor: int) -> tuple[int, int]:
+        """(full, window) evictable pages that a lease of `num_pages` pages of the walk, and of windows from page
+        `floor` on, would make pinned."""
+        num_full, num_window = 0, 0
         for node in self._ledger.tree.upwards(walk.node):
             if node.start >= num_pages:
                 continue

@@ -40,6 +40,7 @@ class Node:
         "heat",
         "heat_at",
         "holders",
+        "is_hidden",
         "keys",
         "node_id",
         "num_locks",
@@ -66,6 +67,8 @@ class Node:
         self.heat_at = 0
         # Uses of the cache that its end may be older than others before its full pages go: the victim policy's too.
         self.credit = 0
+        # Nobody may find it: it was condemned, or built on what was.
+        self.is_hidden = False
 
     @property
     def num_pages(self) -> int:
@@ -150,6 +153,7 @@ class RadixTree:
         """Hang a new run below `parent`; `window_pages` are those of its last pages."""
         child = self._new_node(parent, parent.stop)
         child.keys, child.full_pages, child.window_pages = keys, full_pages, window_pages
+        child.is_hidden = parent.is_hidden
         parent.children[keys[0]] = child
         return child
 
@@ -166,6 +170,7 @@ class RadixTree:
         upper = self._new_node(node.parent, node.start)
         upper.access, upper.window_access, upper.heat_at = node.access, node.window_access, node.heat_at
         upper.holders = 1 if node.is_protected else 0
+        upper.is_hidden = node.is_hidden
         upper_window = max(0, len(node.window_pages) - (node.num_pages - num_pages))
         upper.keys, node.keys = node.keys[:num_pages], node.keys[num_pages:]
         upper.full_pages, node.full_pages = node.full_pages[:num_pages], node.full_pages[num_pages:]
@@ -230,6 +235,7 @@ class RadixTree:
         for one in hidden:
             one.keys = [os.urandom(len(key)) for key in one.keys]
             one.children = {}
+            one.is_hidden = True
         for one in hidden:
             assert one.parent is not None
             one.parent.children[one.keys[0]] = one

@@ -1,4 +1,5 @@
-"""The pages of one running sequence: its row in both pools, from the first lookup to the end.
+"""The pages of one running sequence: its row in both pools, from the first lookup to the end. Long because this is
+one object with one life: what it leases, takes, receives, publishes and gives back is told in order.
 
     pages = cache.begin(keys, num_tokens)      # lease what the tree already holds
     pages.extend(stop)                         # room for tokens [0, stop): next prefill chunk, decode token, drafts
@@ -31,6 +32,7 @@ from epd.cache.retention import RetentionPolicy
 from epd.cache.sharing import share_pages
 from epd.cache.window import release_frontier, window_floor
 from epd.kv.copies import CopyFailed, CopyTicket
+from epd.kv.dual import PageGrant
 from epd.kv.errors import PageStateError
 from epd.kv.numbers import require_at_least
 from epd.kv.pages import PageOwner
@@ -42,6 +44,7 @@ class SequencePages:
     """Owned by one sequence of the engine; made by PrefixCache.begin(). Not thread-safe: the step owns it."""
 
     __slots__ = (
+        "_arrived_pages",
         "_has_reopened",
         "_junctions",
         "_ledger",
@@ -101,6 +104,7 @@ class SequencePages:
         self._on_close = on_close
         self._node = ledger.tree.root
         self._has_reopened = False
+        self._arrived_pages = 0
         self._num_published = 0
         self.full_pages = []
         self.window_pages = []
@@ -198,12 +202,13 @@ class SequencePages:
             self.arrival = None
         previous = self.num_committed_tokens
         self.num_committed_tokens = num_tokens
+        learned: list[int] = []
         if self._publishes:
             if self._has_reopened:
                 self._adopt_reopened()
             if num_pages > self._num_published:
                 self._publish(keys, num_pages)
-            self._set_anchors(previous, num_tokens)
+            learned = self._set_anchors(previous, num_tokens)
         self._let_go(
             release_frontier(
                 num_tokens,
@@ -213,6 +218,9 @@ class SequencePages:
                 interval_tokens=self._retention.release_interval_tokens,
             )
         )
+        if self._ledger.witness is not None:
+            for boundary in learned:
+                self._ledger.witness.learned(keys, boundary)
 
     def finish(self) -> None:
         """End of the sequence: what is published stays in the tree with a whole window at its end, the rest goes."""
@@ -269,6 +277,26 @@ class SequencePages:
         # A lookup that full pages would have taken further does not show that others will end here.
         if with_window and not self._junctions:
             ledger.note_use(node)
+
+    def receive(self, grant: PageGrant, arrival: CopyTicket, *, window_start: int, num_tokens: int | None) -> None:
+        """Take pages that a copy fills, behind those just leased; called by TieredCache alone.
+
+        The row is then as if `num_tokens` tokens were leased, with windows from page `window_start` on, except that the
+        first commit publishes what came. None: the pages hold tokens that the caller commits (a prompt that another
+        worker computed).
+        """
+        self.full_pages += grant.full_pages
+        self.window_pages = grant.window_pages
+        self.window_start = window_start if self._ledger.window_pages else self.window_start
+        self._has_reopened = bool(grant.window_pages) and window_start < self._num_published
+        self.arrival = arrival
+        if num_tokens is not None:
+            self.num_cached_tokens = self.num_committed_tokens = num_tokens
+            self._arrived_pages = num_tokens // self._page_size if grant.window_pages else 0
+
+    def hide(self) -> None:
+        """Publish nothing from now on: what came to this row may be wrong."""
+        self._publishes = False
 
     def _lease_window(self, start: int) -> None:
         runs = []
@@ -336,8 +364,10 @@ class SequencePages:
             share_pages(self._ledger, node, self.full_pages, self.window_pages, self.window_start)
         self._has_reopened = False
 
-    def _set_anchors(self, previous_tokens: int, num_tokens: int) -> None:
+    def _set_anchors(self, previous_tokens: int, num_tokens: int) -> list[int]:
+        """Keep the windows that are to outlive the sequence; returns the boundaries at which others will resume."""
         window_pages = self._ledger.window_pages
+        learned: list[int] = []
         for start, stop in self._retention.kept_runs(
             previous_tokens,
             num_tokens,
@@ -352,6 +382,13 @@ class SequencePages:
                 if self.window_start <= window_floor(boundary, window_pages):
                     self._anchor(boundary - window_pages, boundary)
                     self._note_junction(boundary)
+                    learned.append(boundary)
+        if 0 < self._arrived_pages <= self._num_published:
+            # A hit like any other, whose windows were not in the tree until now.
+            self._anchor(window_floor(self._arrived_pages, window_pages), self._arrived_pages)
+            self._note_junction(self._arrived_pages)
+            self._arrived_pages = 0
+        return learned
 
     def _note_junction(self, boundary: int) -> None:
         for node in self._ledger.tree.upwards(self._node):

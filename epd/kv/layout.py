@@ -14,7 +14,7 @@ from typing import Protocol
 from epd.kv.errors import PoolTooSmall
 from epd.kv.numbers import require_at_least
 
-__all__ = ["KvLayout", "LayerGeometry", "PoolPlan", "plan_pools"]
+__all__ = ["KvLayout", "LayerGeometry", "PoolPlan", "plan_host", "plan_pools"]
 
 _WINDOWS_AT_ENDS = 2
 _STRIDES_PER_WINDOW = 4
@@ -166,9 +166,7 @@ def plan_pools(
             f"page for each of {max_running} running) and {min_window:,} window pages of "
             f"{layout.window_page_bytes:,} bytes (a window for each, and a step of {chunk_tokens:,} tokens)"
         )
-    stride_tokens = _STRIDES_PER_WINDOW * retention_stride_tokens
-    kept_windows = _WINDOWS_AT_ENDS + (expected_sequence_tokens // stride_tokens if stride_tokens else 0)
-    kept_pages = min(sequence_pages, kept_windows * window_pages + tail_pages) if window_pages else 0
+    kept_pages = _kept_pages(layout, expected_sequence_tokens, retention_stride_tokens, tail_pages)
     per_sequence_bytes = sequence_pages * layout.full_page_bytes + kept_pages * layout.window_page_bytes
     spare_bytes = budget_bytes - floor_bytes
     extra_full = spare_bytes * sequence_pages // max(1, per_sequence_bytes)
@@ -177,3 +175,47 @@ def plan_pools(
     num_full, num_window = min_full + extra_full, min_window + extra_window
     size_bytes = num_full * layout.full_page_bytes + num_window * layout.window_page_bytes
     return PoolPlan(num_full_pages=num_full, num_window_pages=num_window, size_bytes=size_bytes)
+
+
+def plan_host(
+    layout: KvLayout,
+    budget_bytes: int,
+    *,
+    expected_sequence_tokens: int,
+    retention_stride_tokens: int = 4096,
+    tail_pages: int = 1,
+) -> PoolPlan:
+    """Split `budget_bytes` of host memory, in which nothing runs, in the proportion a cached sequence is worth.
+
+    As in plan_pools(), without its floor. Raises PoolTooSmall, naming both numbers, for less than a full page and one
+    window, of which no hit can come, and ValueError for a number that means nothing.
+    """
+    if not layout.full_layers and not layout.window_layers:
+        raise ValueError("full_layers and window_layers are empty; allowed: 1 layer or more")
+    require_at_least(0, budget_bytes=budget_bytes, retention_stride_tokens=retention_stride_tokens)
+    require_at_least(1, expected_sequence_tokens=expected_sequence_tokens, tail_pages=tail_pages)
+    window_pages = -(-layout.window_tokens // layout.page_size)
+    least_bytes = layout.full_page_bytes + window_pages * layout.window_page_bytes
+    if budget_bytes < least_bytes:
+        raise PoolTooSmall(
+            f"host budget of {budget_bytes:,} bytes is below the {least_bytes:,} that are the least: a full page of "
+            f"{layout.full_page_bytes:,} bytes and {window_pages:,} window pages of {layout.window_page_bytes:,} bytes"
+        )
+    sequence_pages = -(-expected_sequence_tokens // layout.page_size)
+    kept_pages = _kept_pages(layout, expected_sequence_tokens, retention_stride_tokens, tail_pages)
+    per_sequence_bytes = sequence_pages * layout.full_page_bytes + kept_pages * layout.window_page_bytes
+    most_full = (budget_bytes - window_pages * layout.window_page_bytes) // max(1, layout.full_page_bytes)
+    num_full = min(most_full, max(1, budget_bytes * sequence_pages // per_sequence_bytes))
+    left_bytes = budget_bytes - num_full * layout.full_page_bytes
+    num_window = left_bytes // layout.window_page_bytes if window_pages else 0
+    return PoolPlan(num_full, num_window, num_full * layout.full_page_bytes + num_window * layout.window_page_bytes)
+
+
+def _kept_pages(layout: KvLayout, sequence_tokens: int, retention_stride_tokens: int, tail_pages: int) -> int:
+    """Window pages a cached sequence of `sequence_tokens` tokens is worth; see plan_pools()."""
+    window_pages = -(-layout.window_tokens // layout.page_size)
+    if window_pages == 0:
+        return 0
+    stride_tokens = _STRIDES_PER_WINDOW * retention_stride_tokens
+    kept_windows = _WINDOWS_AT_ENDS + (sequence_tokens // stride_tokens if stride_tokens else 0)
+    return min(-(-sequence_tokens // layout.page_size), kept_windows * window_pages + tail_pages)
