@@ -3,7 +3,12 @@ import signal
 import tempfile
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
+
+# Examples have no time limit each: tests that compute run at a low priority beside others (see scripts/check).
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 # Set before anything is imported and for every process that the tests start. No server of a test keeps KV anywhere
 # unless the test says so with a flag, and then never where the user's own servers do.

@@ -189,10 +189,10 @@ def test_a_frame_every_tenth_of_a_second_is_there_where_the_file_has_them() -> N
 
 def test_many_frames_are_made_up_quickly() -> None:
     times_s = np.concatenate([[0.0], 7000 + np.arange(150_000) / 100])
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     indices, _ = choose_frames(len(times_s), 30.0, times_s, replace(budget_of(1.0), num_frames=3600, max_frames=3600))
     assert len(indices) == 3600
-    assert time.perf_counter() - start_s < 2
+    assert time.process_time() - start_s < 2
 
 
 def test_a_long_pause_takes_no_moments_from_what_comes_after_it() -> None:
