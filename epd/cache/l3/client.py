@@ -121,6 +121,11 @@ class StoreClient:
         for thread in self._threads:
             thread.submit(DiscardJob(keys))
 
+    def place(self, group: str) -> str:
+        """The name of the node that the group's pages go to now; empty while none works."""
+        thread = self._thread_of(group)
+        return "" if thread is None else thread.name
+
     def stats(self) -> StoreStats:
         nodes = tuple(thread.stats() for thread in self._threads)
         total: Counter[str] = Counter()

@@ -1,0 +1,193 @@
+"""Host to store: pages that just became ready are written, in batches, while nobody waits for them.
+
+    saved(keys) -> lane of the place -> put (pinned) --kept--> believed stored
+                       | full: given up        | not kept: given up, the next save tries again
+                       | gone from host: given up, and what follows it in the chain
+
+A chain with a hole is worth nothing beyond it, so pages go in path order: the beginnings first, windows last, and where
+there is no room the ends stay behind. Pages are pinned only while a put reads them: what waits may be evicted, and a
+store that is slow never keeps host memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+from epd.cache.keys import KEY_BYTES
+from epd.cache.tiers.belief import Belief
+from epd.cache.tiers.inbox import Inbox
+from epd.cache.tiers.ports import HostPools, PageKind, PageStore, PageView, store_key
+
+__all__ = ["WriteBack"]
+
+_MAX_BATCHES: Final = 2
+"""Puts under way to one place: one that is written, one that waits for it."""
+
+_Page = tuple[PageKind, bytes]
+
+
+@dataclass(slots=True)
+class _Chain:
+    """Pages of one `saved` call that were not put yet, in the order in which they go."""
+
+    group: str
+    pages: deque[_Page] = field(default_factory=deque)
+
+
+@dataclass(slots=True)
+class _Lane:
+    """What goes to one place."""
+
+    chains: deque[_Chain] = field(default_factory=deque)
+    queued: set[_Page] = field(default_factory=set)
+    num_batches: int = 0
+
+
+class WriteBack:
+    """Owned by the engine thread; the store's answers come through the inbox."""
+
+    def __init__(
+        self,
+        store: PageStore,
+        pools: HostPools,
+        view: PageView,
+        belief: Belief,
+        inbox: Inbox,
+        *,
+        clock: Callable[[], float],
+        batch_pages: int,
+        max_queued_pages: int,
+    ) -> None:
+        """`max_queued_pages` for each place."""
+        self._store = store
+        self._pools = pools
+        self._view = view
+        self._belief = belief
+        self._inbox = inbox
+        self._clock = clock
+        self._batch_pages = batch_pages
+        self._max_queued_pages = max_queued_pages
+        self._lanes: dict[str, _Lane] = {}
+        self._flying: Counter[_Page] = Counter()
+        # Condemned while a put was reading them: discarded in the store once it has them.
+        self._condemned: OrderedDict[_Page, str] = OrderedDict()
+        self.counters: Counter[str] = Counter()
+
+    @property
+    def num_queued(self) -> int:
+        return sum(len(lane.queued) for lane in self._lanes.values())
+
+    @property
+    def num_flying(self) -> int:
+        """Pages that a put is reading."""
+        return self._flying.total()
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._flying) or any(lane.queued for lane in self._lanes.values())
+
+    def saved(self, keys_full: Sequence[bytes], keys_window: Sequence[bytes], group: str) -> None:
+        """These host pages, each list in path order, became ready. Queues what the store is not believed to hold."""
+        place, now_s = self._store.place(group), self._clock()
+        lane = self._lanes.setdefault(place, _Lane())
+        chain = _Chain(group)
+        for page in _pages(keys_full, keys_window):
+            if page in lane.queued or self._flying[page] or self._belief.holds(place, store_key(*page), now_s):
+                self.counters["known"] += 1
+            elif len(lane.queued) >= self._max_queued_pages:
+                self.counters["dropped"] += 1
+            else:
+                chain.pages.append(page)
+                lane.queued.add(page)
+        if chain.pages:
+            lane.chains.append(chain)
+
+    def pump(self) -> None:
+        """Put what may go now."""
+        for place, lane in self._lanes.items():
+            while lane.chains and lane.num_batches < _MAX_BATCHES:
+                self._put(place, lane)
+
+    def condemn(self, keys: Iterable[bytes], group: str) -> None:
+        """Write none of these; what a put is reading now is discarded in the store afterwards."""
+        gone = {(kind, key) for key in keys for kind in self._pools}
+        for lane in self._lanes.values():
+            for page in lane.queued & gone:
+                lane.queued.discard(page)
+        for page in gone:
+            if self._flying[page]:
+                self._condemned[page] = group
+
+    def stop(self) -> None:
+        """Begin nothing more."""
+        for lane in self._lanes.values():
+            self.counters["dropped"] += len(lane.queued)
+            lane.chains.clear()
+            lane.queued.clear()
+
+    def _put(self, place: str, lane: _Lane) -> None:
+        chain = lane.chains[0]
+        batch = self._next_batch(lane, chain)
+        if not chain.pages:
+            lane.chains.popleft()
+        if not batch:
+            return
+        items = []
+        for kind, key, number in batch:
+            self._pools[kind].pin((key,))
+            self._flying[kind, key] += 1
+            items.append((store_key(kind, key), (self._view(kind, number),)))
+        lane.num_batches += 1
+        self.counters["puts"] += 1
+        pages = tuple((kind, key) for kind, key, _ in batch)
+        done = partial(self._done, place, chain.group, pages)
+        self._store.put(chain.group, items, on_done=lambda kept: self._inbox.post(partial(done, kept)))
+
+    def _next_batch(self, lane: _Lane, chain: _Chain) -> list[tuple[PageKind, bytes, int]]:
+        batch: list[tuple[PageKind, bytes, int]] = []
+        while chain.pages and len(batch) < self._batch_pages:
+            page = chain.pages.popleft()
+            if page not in lane.queued:
+                continue
+            lane.queued.discard(page)
+            number = self._pools[page[0]].get(page[1])
+            if number is not None:
+                batch.append((*page, number))
+                continue
+            self.counters["evicted"] += 1
+            if page[0] == "full":
+                # The rest hangs in the air without it.
+                rest = lane.queued.intersection(chain.pages)
+                self.counters["evicted"] += len(rest)
+                lane.queued -= rest
+                chain.pages.clear()
+        return batch
+
+    def _done(self, place: str, group: str, pages: tuple[_Page, ...], kept: tuple[bool, ...]) -> None:
+        self._lanes[place].num_batches -= 1
+        taken, condemned = [], []
+        for page, is_kept in zip(pages, kept, strict=True):
+            self._pools[page[0]].unpin((page[1],))
+            self._flying[page] -= 1
+            if not self._flying[page]:
+                del self._flying[page]
+            if page in self._condemned:
+                del self._condemned[page]
+                condemned.append(store_key(*page))
+            elif is_kept:
+                taken.append(store_key(*page))
+        self.counters["written"] += sum(kept)
+        self.counters["refused"] += len(kept) - sum(kept)
+        self._belief.confirm(place, taken, self._clock())
+        if condemned:
+            self._store.discard(group, condemned)
+
+
+def _pages(keys_full: Sequence[bytes], keys_window: Sequence[bytes]) -> Iterable[_Page]:
+    """Keys of whole pages: an unfinished last page has a name of its caller's that nobody will ask for."""
+    yield from (("full", key) for key in keys_full if len(key) == KEY_BYTES)
+    yield from (("window", key) for key in keys_window if len(key) == KEY_BYTES)
