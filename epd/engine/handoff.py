@@ -143,12 +143,23 @@ class KvMover:
 
 def draft_tail(held: HeldTransfer) -> DraftTail | None:
     """What draft heads left after the transfer's tokens, with tensors on the CPU; None if the sender has no heads."""
-    transfer = held.transfer
-    frames = held.tensors[2 * (transfer.num_full_layers + transfer.num_window_layers) :]
+    transfer, frames = held.transfer, tail_frames(held)
     if not frames:
         return None
     embed_RD, hidden_RD = (to_tensor(frame) for frame in frames)
     return DraftTail(transfer.num_tokens, transfer.draft_token_ids, embed_RD, hidden_RD)
+
+
+def kv_frames(held: HeldTransfer) -> tuple[TensorFrame, ...]:
+    """Keys and values of each layer in turn; none once they are staged."""
+    return held.tensors[: len(held.tensors) - len(tail_frames(held))]
+
+
+def tail_frames(held: HeldTransfer) -> tuple[TensorFrame, ...]:
+    """What draft heads left."""
+    transfer = held.transfer
+    num_kv = 0 if held.staged else 2 * (transfer.num_full_layers + transfer.num_window_layers)
+    return held.tensors[num_kv:]
 
 
 def size_bytes(held: HeldTransfer) -> int:

@@ -11,9 +11,10 @@ from torch import Tensor
 from encoder.errors import EmbeddingLost
 from encoder.types import EmbeddingRef
 from encoder.wire import TensorFrame
+from epd.cache.tiers.tiered import StagedPages
 from epd.engine.sampler import SampledToken, SampleRow
 from epd.kv.copies import CopyTicket
-from epd.types import KvTransfer
+from epd.types import Finish, FinishReason, KvTransfer, Usage
 
 NOT_FINITE = "logits_not_finite"
 
@@ -107,20 +108,28 @@ class SequenceStep:
 
 @dataclass(frozen=True, slots=True)
 class HeldTransfer:
-    """A transfer as it came, in host memory."""
+    """A transfer as it came, in host memory.
+
+    Once its KV is in pages of the host tier, `staged`, only what draft heads left is among the `tensors`.
+    """
 
     transfer: KvTransfer
     tensors: tuple[TensorFrame, ...]
+    staged: StagedPages | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class KvImport:
-    """Write a transfer's full pages from row page `first_full_page` on, and the windows the table holds."""
+    """Write a transfer's full pages from row page `first_full_page` on, and the windows the table holds.
+
+    `arrival`: the transfer was staged, and its pages are on their way. There is nothing to write.
+    """
 
     request_id: str
     held: HeldTransfer
     pages: PageTable
     first_full_page: int
+    arrival: CopyTicket | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +157,26 @@ class Failure:
     code: str
     message: str
     retryable: bool = False
+
+
+def finish_of(
+    request_id: str,
+    reason: FinishReason,
+    usage: Usage,
+    failure: Failure | None = None,
+    timings: dict[str, float] | None = None,
+) -> Finish:
+    """What is said of a request's end."""
+    return Finish(
+        request_id=request_id,
+        reason=reason,
+        usage=usage,
+        status=200 if failure is None else failure.status,
+        code="" if failure is None else failure.code,
+        message="" if failure is None else failure.message,
+        retryable=failure is not None and failure.retryable,
+        timings={} if timings is None else timings,
+    )
 
 
 def embedding_lost(error: EmbeddingLost) -> Failure:

@@ -94,7 +94,8 @@ class Runner:
         Raises CopyFailed when cached pages of a step did not come from host memory.
         """
         for planned in plan.imports:
-            self._mover.write(planned)
+            if planned.arrival is None:
+                self._mover.write(planned)
         media: dict[str, _StepMedia] = {}
         failures: dict[str, StepOutcome] = {}
         for step in plan.steps:
