@@ -28,6 +28,7 @@ from epd import (
     TextConfig,
     heal_cost,
     make_policy,
+    plan_host,
     plan_pools,
 )
 
@@ -209,6 +210,20 @@ class Arena:
                 f"{share:.3g} of the working set of {self.trace.name}.toml is too little: {error}; a larger share in "
                 "budget, smaller max_running or chunk_tokens, or more sessions would do"
             ) from error
+
+    def plan_host(self, budget_bytes: int) -> PoolPlan:
+        """The same of host memory. Raises BenchFailed."""
+        kept = _retention(self.file.cache, dense=True)
+        try:
+            return plan_host(
+                self.geometry.layout,
+                budget_bytes,
+                expected_sequence_tokens=self._mean_prompt_tokens,
+                retention_stride_tokens=kept.retention_stride_tokens,
+                tail_pages=kept.tail_pages,
+            )
+        except PoolTooSmall as error:
+            raise BenchFailed(str(error)) from error
 
     @cached_property
     def _mean_prompt_tokens(self) -> int:

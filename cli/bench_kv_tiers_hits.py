@@ -107,7 +107,7 @@ class Stage:
         device = self.arena.sized_cache(CONTENDERS["ours"], plan.num_full_pages, plan.num_window_pages)
         if host_share == 0:
             return TieredCache(device, host=None, mover=None, store=None, hit_threshold=_HIT_THRESHOLD)
-        there = self.arena.plan(self._bytes(host_share))
+        there = self.arena.plan_host(self._bytes(host_share))
         host = HostTier(num_full_pages=there.num_full_pages, num_window_pages=there.num_window_pages)
         return TieredCache(device, host=host, mover=InstantMover(), store=None, hit_threshold=_HIT_THRESHOLD)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from epd.kv.copies import InstantMover
     from epd.kv.dual import DualPool
     from epd.kv.errors import NoPages, PoolTooSmall
-    from epd.kv.layout import KvLayout, PoolPlan, plan_pools
+    from epd.kv.layout import KvLayout, PoolPlan, plan_host, plan_pools
     from epd.model.checkpoint import Findings, Inspection, inspect_checkpoint
     from epd.model.config import TextConfig
     from epd.model.config_ranges import MAX_MTP_LAYERS
@@ -63,6 +63,7 @@ __all__ = [
     "import_gguf",
     "inspect_checkpoint",
     "make_policy",
+    "plan_host",
     "plan_pools",
     "plan_worker",
     "ring_pages",
@@ -107,6 +108,7 @@ _HOMES = {
     "import_gguf": "epd.model.gguf.checkpoint",
     "inspect_checkpoint": "epd.model.checkpoint",
     "make_policy": "epd.cache.victims",
+    "plan_host": "epd.kv.layout",
     "plan_pools": "epd.kv.layout",
     "plan_worker": "epd.engine.sizing",
     "ring_pages": "epd.engine.heal_rows",
