@@ -2,23 +2,31 @@
 
 A step gives a sequence no token (a chunk inside its prompt), one, or several. Tokens after one that ends the answer are
 dropped as if they had never been computed.
+
+KV that was to come from the host and did not takes the step with it, of its own sequence alone: nothing computed from
+such pages is published or sent, and the sequence begins anew without them.
 """
 
-from epd.cache.prefix import PrefixCache
+import logging
+
+from epd.cache.tiers.tiered import TieredCache
 from epd.engine.clock import Clock
 from epd.engine.handoff import draft_tail
 from epd.engine.plan import NOT_FINITE, KvImport, SequenceStep, StepOutcome, StepPlan, StepResult
-from epd.engine.roster import Roster
+from epd.engine.roster import Arrived, Roster
 from epd.engine.sampler import SampledToken
 from epd.engine.sequence import Sequence
+from epd.kv.copies import CopyFailed, CopyTicket
 from epd.types import FinishReason, Role, TokenDelta
+
+logger = logging.getLogger(__name__)
 
 
 class Committer:
     """The half of the scheduler that applies; shares its roster."""
 
     def __init__(
-        self, roster: Roster, cache: PrefixCache, clock: Clock, *, role: Role, eos_token_ids: frozenset[int]
+        self, roster: Roster, cache: TieredCache, clock: Clock, *, role: Role, eos_token_ids: frozenset[int]
     ) -> None:
         self._roster = roster
         self._cache = cache
@@ -35,7 +43,32 @@ class Committer:
         for planned in plan.imports:
             self._commit_import(planned)
         for step, outcome in zip(plan.steps, result.outcomes, strict=True):
-            self._commit_step(step, outcome)
+            if self._has_arrived(step):
+                self._commit_step(step, outcome)
+
+    def undo(self, plan: StepPlan) -> None:
+        """The plan was not computed, since something it was to read has not arrived. Raises CopyFailed if that is not
+        so: then nobody knows why it was not."""
+        for planned in reversed(plan.imports):
+            sequence = self._roster.running.pop(planned.request_id)
+            assert sequence.pages is not None
+            sequence.pages.abort()
+            sequence.reset()
+            self._roster.arrived.appendleft(Arrived(sequence, planned.held))
+        missing = [step.request_id for step in plan.steps if not self._has_arrived(step)]
+        if not missing:
+            raise CopyFailed("a step was given up for a copy that did not fail")
+
+    def _has_arrived(self, step: SequenceStep) -> bool:
+        """Wait for what the step read while it came. If it did not come, its sequence is put back."""
+        if step.arrival is None or _has_come(step.arrival):
+            return True
+        logger.warning("KV of request %s could not be copied from the host; computing it", step.request_id)
+        self._roster.counters.failed_loads += 1
+        sequence = self._roster.running[step.request_id]
+        sequence.may_load = False
+        self._roster.put_back(sequence, keep=False)
+        return False
 
     def _commit_import(self, planned: KvImport) -> None:
         sequence, transfer = self._roster.running[planned.request_id], planned.held.transfer
@@ -53,6 +86,7 @@ class Committer:
         if outcome.failure is not None:
             if outcome.failure.code == NOT_FINITE:
                 sequence.pages.condemn()
+                self._cache.condemn(sequence.chain.keys)
             self._roster.fail(sequence, outcome.failure)
             return
         sequence.num_computed = step.stop
@@ -85,7 +119,8 @@ class Committer:
         taken, reason = self._until_end(sequence, tokens)
         sent = taken[:-1] if reason is FinishReason.STOP else taken
         self._roster.counters.generated_tokens += len(taken)
-        if sequence.first_token_s is None:
+        is_first = sequence.first_token_s is None
+        if is_first:
             sequence.first_token_s = self._clock.monotonic_s()
             self._roster.waiting.renew_like(sequence)
         index = sequence.output_index
@@ -94,6 +129,9 @@ class Committer:
         # All tokens before the last one taken were computed in this step: they were drafts.
         sequence.num_computed += len(taken) - 1
         sequence.pages.commit(sequence.num_computed, sequence.chain.keys)
+        if is_first:
+            num_pages = sequence.num_prompt // self._cache.page_size
+            self._cache.prefilled(sequence.chain.keys, num_pages, group=sequence.request.session)
         if sent:
             delta = TokenDelta(
                 request_id=sequence.request_id,
@@ -131,3 +169,12 @@ class Committer:
         counters.accepted_tokens_1 += num_accepted >= 1
         counters.accepted_tokens_2 += num_accepted >= 2
         counters.accepted_tokens_3 += num_accepted >= 3
+
+
+def _has_come(arrival: CopyTicket) -> bool:
+    try:
+        arrival.wait()
+    except CopyFailed as error:
+        logger.warning("%s", error)
+        return False
+    return True

@@ -1,14 +1,18 @@
-"""Where a prompt resumes when the tree has its full pages but not the windows at their end.
+"""Where a prompt resumes, also when its full pages are there but not the windows at their end.
 
-The tree reaches N tokens in full layers, yet only R <= N can be resumed from: beyond R windows are gone. Instead of all
-of [R, N) the windows before N alone can be restored, by re-running the last rows before N (see heal_rows.py, which also
-says why that is exact). Full layers meanwhile read the cached keys of every earlier token, and their pages are not
+Pages on the device and in host memory count alike: what is in host memory alone is copied while the forward runs.
+
+The cache reaches N tokens in full layers, yet only R <= N can be resumed from: beyond R windows are gone. Instead of
+all of [R, N) the windows before N alone can be restored, by re-running the last rows before N (see heal_rows.py, which
+also says why that is exact). Full layers meanwhile read the cached keys of every earlier token, and their pages are not
 written. Nothing is published before the end, and then only windows that are exact in every layer.
 """
 
 from dataclasses import dataclass
 
-from epd.cache.prefix import PrefixCache
+from epd.cache.prefix import PrefixHit
+from epd.cache.sequence_pages import SequencePages
+from epd.cache.tiers.tiered import TieredCache
 from epd.engine.heal_cost import HealCost, Resume
 from epd.engine.heal_rows import HealRing, ring_pages
 from epd.engine.plan import PageTable
@@ -23,19 +27,23 @@ class Outlook:
 
     resume: Resume
     num_compute_tokens: int
+    hit: PrefixHit
 
 
-def outlook(cache: PrefixCache, sequence: Sequence, cost: HealCost) -> Outlook:
+def outlook(cache: TieredCache, sequence: Sequence, cost: HealCost) -> Outlook:
     """The cheaper way, or the only one for a sequence that may not heal."""
-    hit = cache.match(sequence.chain.keys, sequence.num_tokens)
+    found = cache if sequence.may_load else cache.device
+    hit = found.match(sequence.chain.keys, sequence.num_tokens)
     resumed, num_tokens = Resume(hit.num_tokens, hit.num_tokens), hit.num_full_only_tokens - hit.num_tokens
     if sequence.may_heal:
         resumed, num_tokens = cost.resume(hit)
     num_tokens += sequence.num_tokens - hit.num_full_only_tokens
-    return Outlook(resumed, num_tokens if sequence.place_tokens is None else min(num_tokens, sequence.place_tokens))
+    if sequence.place_tokens is not None:
+        num_tokens = min(num_tokens, sequence.place_tokens)
+    return Outlook(resumed, num_tokens, hit)
 
 
-def pages_needed(cache: PrefixCache, sequence: Sequence, resumed: Resume) -> tuple[int, int]:
+def pages_needed(cache: TieredCache, sequence: Sequence, resumed: Resume) -> tuple[int, int]:
     """Full and window pages to start with: full ones for all tokens it has and one more, windows for the least that
     `lease` asks for."""
     page_size = cache.page_size
@@ -43,14 +51,17 @@ def pages_needed(cache: PrefixCache, sequence: Sequence, resumed: Resume) -> tup
     return num_full, _ring(cache, resumed, chunk_tokens=1) + 1 if resumed.heals else 1
 
 
-def lease(cache: PrefixCache, sequence: Sequence, resumed: Resume, *, chunk_tokens: int) -> bool:
-    """Give the sequence the pages it resumes from. False, with nothing changed, when there is no room to heal."""
-    keys, num_tokens = sequence.chain.keys, sequence.num_tokens
+def lease(cache: TieredCache, sequence: Sequence, resumed: Resume, *, chunk_tokens: int) -> bool:
+    """Give the sequence the pages it resumes from, at times fewer than it was to have: it computes the rest. False,
+    with nothing changed, when it was to heal and there is no room for that."""
     if not resumed.heals:
-        sequence.pages = cache.begin(keys, num_tokens)
+        sequence.pages = _resume(cache, sequence, None)
         sequence.num_computed = sequence.heal_stop = sequence.pages.num_cached_tokens
         return True
-    pages = cache.begin(keys, num_tokens, full_only=True, max_cached_tokens=resumed.heal_stop)
+    pages = _resume(cache, sequence, resumed.heal_stop, full_only=True)
+    if pages.num_cached_tokens < resumed.heal_stop:
+        pages.abort()
+        return False
     stop_page = resumed.heal_stop // cache.page_size
     # Rather in small chunks than not at all.
     for chunk in (chunk_tokens, 1):
@@ -67,6 +78,19 @@ def lease(cache: PrefixCache, sequence: Sequence, resumed: Resume, *, chunk_toke
     return False
 
 
+def _resume(
+    cache: TieredCache, sequence: Sequence, hit_tokens: int | None, *, full_only: bool = False
+) -> SequencePages:
+    """From all tiers or, where there is no room for what is to be copied, from what the device has."""
+    keys, num_tokens = sequence.chain.keys, sequence.num_tokens
+    if sequence.may_load:
+        try:
+            return cache.resume(keys, num_tokens, hit_tokens, full_only=full_only)
+        except NoPages:
+            pass
+    return cache.begin(keys, num_tokens, max_cached_tokens=hit_tokens, full_only=full_only)
+
+
 def heal_table(sequence: Sequence, start: int, stop: int) -> PageTable:
     """The pages for healing the chunk `[start, stop)`."""
     pages, ring = sequence.pages, sequence.ring
@@ -79,7 +103,7 @@ def heal_table(sequence: Sequence, start: int, stop: int) -> PageTable:
     )
 
 
-def _ring(cache: PrefixCache, resumed: Resume, *, chunk_tokens: int) -> int:
+def _ring(cache: TieredCache, resumed: Resume, *, chunk_tokens: int) -> int:
     return ring_pages(
         (resumed.heal_stop - resumed.start) // cache.page_size,
         window_pages=cache.window_pages,

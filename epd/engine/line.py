@@ -1,11 +1,12 @@
-"""The line of requests that have no pages: those that can run, and those whose embeddings are on their way.
+"""The line of requests that have no pages: those that can run, and those that something is still fetched for.
 
-    put --rows here?--yes--> ready, fewest tokens first (queue.py) --first--> admitted
+    put --all here?--yes--> ready, fewest tokens first (queue.py) --first--> admitted
              | no              ^
              v                 |
           awaiting --collect---+---lost---> told to the scheduler, which ends them
 
-Who awaits rows holds no pages and blocks nobody.
+Embeddings are waited for until they come or are lost, cached KV only for a bounded time (fetching.py). Who awaits
+something holds no pages and blocks nobody.
 
 What a sequence has to compute changes with the cache: less when others publish what it begins with, more when pages are
 evicted. The first is looked at again for those named by `renew_like`, a bounded number at a time; the second when
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 
 from encoder.errors import EmbeddingLost
 from epd.engine.feed import RowSupply
+from epd.engine.fetching import PrefixSupply
 from epd.engine.healing import Outlook
 from epd.engine.queue import WaitingQueue
 from epd.engine.sequence import Sequence
@@ -28,9 +30,17 @@ _MAX_RENEWALS = 16
 class WaitingLine:
     """Keeps, for each of its sequences, the rows that it will read."""
 
-    def __init__(self, supply: RowSupply, assess: Callable[[Sequence], Outlook], *, credit_tokens_per_s: float) -> None:
+    def __init__(
+        self,
+        supply: RowSupply,
+        prefixes: PrefixSupply,
+        assess: Callable[[Sequence], Outlook],
+        *,
+        credit_tokens_per_s: float,
+    ) -> None:
         """`assess` says what a sequence has to do with the cache as it is now."""
         self._supply = supply
+        self._prefixes = prefixes
         self._assess = assess
         self._ready = WaitingQueue(credit_tokens_per_s=credit_tokens_per_s)
         self._awaiting: dict[str, Sequence] = {}
@@ -57,9 +67,10 @@ class WaitingLine:
         self._put(sequence, self._assess(sequence))
 
     def collect(self) -> list[tuple[Sequence, EmbeddingLost]]:
-        """Line up those whose rows have come; the sequences whose rows are lost, which stay where they are."""
+        """Line up those that nothing more is fetched for; the sequences whose rows are lost, which stay where they
+        are."""
         arrivals = self._supply.collect()
-        for request_id in arrivals.ready:
+        for request_id in (*self._prefixes.collect(), *arrivals.ready):
             sequence = self._awaiting.get(request_id)
             if sequence is not None:
                 self.put(sequence)
@@ -104,12 +115,13 @@ class WaitingLine:
             self.put(self._outdated.pop(request_id))
 
     def _is_ready(self, sequence: Sequence, outlook: Outlook) -> bool:
-        return self._supply.holds(sequence.request_id, sequence.refs_from(outlook.resume.start))
+        refs = sequence.refs_from(outlook.resume.start)
+        return self._supply.holds(sequence.request_id, refs) and not self._prefixes.is_fetching(sequence.request_id)
 
     def _put(self, sequence: Sequence, outlook: Outlook) -> None:
         request_id, refs = sequence.request_id, sequence.refs_from(outlook.resume.start)
         self._supply.want(request_id, refs, sequence.request.deadline_unix_s)
-        if self._supply.holds(request_id, refs):
+        if self._is_ready(sequence, outlook):
             self._awaiting.pop(request_id, None)
             self._ready.put(sequence, outlook.num_compute_tokens)
         else:

@@ -3,21 +3,24 @@
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 
-from encoder.parting import REPEAT_S, Partings
-from encoder.types import Farewell, Goodbye
-from epd.cache.prefix import PrefixCache
+from encoder.types import Goodbye
+from epd.cache.tiers.tiered import TieredCache
 from epd.engine.clock import Clock
+from epd.engine.departure import Departure
 from epd.engine.desk import HandoffDesk, Outcome, Ready, Refused
 from epd.engine.feed import RowSupply
 from epd.engine.handoff import KvMover, size_bytes
 from epd.engine.identity import WorkerIdentity
 from epd.engine.peers import PeerWatch
-from epd.engine.plan import Failure, HeldTransfer, StepPlan
+from epd.engine.plan import Failure, HeldTransfer, StepPlan, finish_of
 from epd.engine.report import worker_info
 from epd.engine.runner import Runner
 from epd.engine.scheduler import Scheduler
 from epd.engine.sequence import Sequence
+from epd.engine.settling import settle
+from epd.kv.copies import CopyFailed
 from epd.transport.base import Endpoint, Message, Peer, PeerUnreachable, Received
 from epd.types import (
     Abort,
@@ -40,8 +43,13 @@ logger = logging.getLogger(__name__)
 # How long an idle worker sleeps between looks at deadlines and silent gateways; a message wakes it at once, and so do
 # embedding rows that were waited for.
 _IDLE_WAIT_S = 0.2
+# The same while KV is on its way between the tiers: most of it wakes the loop when it is there, but copies on a device
+# do not, and what waits for the store has a deadline.
+_TRANSIT_WAIT_S = 0.005
 # When work is there but nothing can be planned (pages are held for a moment): no busy loop.
 _STALLED_WAIT_S = 0.002
+# At the end, for copies that are under way and for the store to take them.
+_SETTLE_S = 2.0
 
 
 class EngineLoop:
@@ -55,7 +63,8 @@ class EngineLoop:
         scheduler: Scheduler,
         runner: Runner,
         mover: KvMover,
-        cache: PrefixCache,
+        cache: TieredCache,
+        close_store: Callable[[], None] = lambda: None,
         feed: RowSupply,
         clock: Clock,
         peer_timeout_s: float,
@@ -67,14 +76,12 @@ class EngineLoop:
         self._runner = runner
         self._mover = mover
         self._cache = cache
+        self._close_store = close_store
         self._feed = feed
         self._clock = clock
         self._desk = HandoffDesk(orphan_timeout_s=peer_timeout_s, max_orphans=max_waiting)
         self._peers = PeerWatch(timeout_s=peer_timeout_s)
-        self._partings: Partings[Peer] = Partings()
-        self._parting_timeout_s = peer_timeout_s
-        self._parting_until_s: float | None = None
-        self._farewell_s = 0.0
+        self._departure = Departure(timeout_s=peer_timeout_s)
         self._stop = threading.Event()
         self._drain = threading.Event()
         self._inbox: deque[Received] = deque()
@@ -95,11 +102,14 @@ class EngineLoop:
 
     def run(self) -> None:
         """Step until `stop`, or until a drain has finished and the gateways have read the last answers. This is the
-        outermost loop of a worker: a step that raises ends the requests it was about and the worker goes on."""
+        outermost loop of a worker: a step that raises ends the requests it was about and the worker goes on. At its end
+        the store gets what is still on its way there, within seconds."""
         try:
             self._run()
+            settle(self._cache, _SETTLE_S)
         finally:
             self._feed.close()
+            self._close_store()
 
     def stop(self) -> None:
         """End `run` after the step at hand. Any thread or signal handler."""
@@ -115,16 +125,24 @@ class EngineLoop:
         """One step; returns how long the next one may wait for a message."""
         self._plan = StepPlan()
         self._inbox.extend(self._endpoint.receive(wait_s))
+        self._cache.poll()
         self._admit()
         self._plan = self._scheduler.plan()
         if not self._plan.is_empty:
-            result = self._runner.run(self._plan)
-            self._scheduler.commit(self._plan, result)
+            self._compute()
         self._hand_over()
         self._reply()
         if self._scheduler.is_asleep:
-            return _IDLE_WAIT_S
+            return _TRANSIT_WAIT_S if self._cache.next_event_pending else _IDLE_WAIT_S
         return _STALLED_WAIT_S if self._plan.is_empty else 0.0
+
+    def _compute(self) -> None:
+        try:
+            result = self._runner.run(self._plan)
+        except CopyFailed:
+            self._scheduler.undo(self._plan)
+        else:
+            self._scheduler.commit(self._plan, result)
 
     def _run(self) -> None:
         wait_s = 0.0
@@ -174,7 +192,7 @@ class EngineLoop:
             case KvTransfer():
                 self._arrive(item.peer, HeldTransfer(item.message, item.tensors))
             case Goodbye(sequence=sequence):
-                self._partings.answered(item.peer, sequence)
+                self._departure.answered(item.peer, sequence)
             case KvRefused(request_id=request_id, message=message):
                 logger.warning("decode worker %s refused the KV of %s: %s", item.peer, request_id, message)
             case _:
@@ -256,20 +274,13 @@ class EngineLoop:
         Until it does it goes on receiving, and refuses what still comes.
         """
         now_s = self._clock.monotonic_s()
-        if self._parting_until_s is None:
-            self._parting_until_s = now_s + self._parting_timeout_s
-        due = self._partings.take_due(again=now_s - self._farewell_s >= REPEAT_S)
-        for peer, sequence in due:
-            self._farewell_s = now_s
-            self._send(peer, Farewell(sequence=sequence))
-        if self._partings.is_over:
+        for peer, farewell in self._departure.farewells(now_s):
+            self._send(peer, farewell)
+        if self._departure.is_all_read:
             # A gateway that was never answered may have just sent its first request.
             self._inbox.extend(self._endpoint.receive(0.0))
             return not self._inbox
-        if now_s < self._parting_until_s:
-            return False
-        logger.warning("ending, though some gateway has not said goodbye for %g s", self._parting_timeout_s)
-        return True
+        return self._departure.has_waited(now_s)
 
     def _end_silent(self, peer: Peer) -> None:
         """End the requests of a gateway that says nothing. It may only be stalled: then it reads the Finishes when it
@@ -287,7 +298,7 @@ class EngineLoop:
         """Free what belongs to a peer that cannot be reached: its streams have a hole now."""
         now_s = self._clock.monotonic_s()
         self._peers.lose(peer, now_s)
-        self._partings.forget(peer)
+        self._departure.forget(peer)
         num_dropped = self._scheduler.drop_peer(peer) + len(self._desk.drop_peer(peer, now_s))
         logger.log(
             logging.WARNING if num_dropped else logging.DEBUG, "%s; %d requests of it dropped", error, num_dropped
@@ -333,7 +344,7 @@ class EngineLoop:
         if self._peers.is_lost(peer):
             return
         if peer.address is None and isinstance(message, TokenDelta | Finish):
-            self._partings.spoke(peer)
+            self._departure.spoke(peer)
         try:
             self._endpoint.send(peer, message)
         except PeerUnreachable as error:
@@ -348,16 +359,9 @@ class EngineLoop:
 
     def _end(self, peer: Peer, request: GenerateRequest, failure: Failure | None) -> None:
         """The Finish of a request the scheduler never had. Without a failure it was cancelled."""
-        finish = Finish(
-            request_id=request.request_id,
-            reason=FinishReason.CANCELLED if failure is None else FinishReason.FAILED,
-            usage=Usage(prompt_tokens=len(request.token_ids), completion_tokens=0),
-            status=200 if failure is None else failure.status,
-            code="" if failure is None else failure.code,
-            message="" if failure is None else failure.message,
-            retryable=failure is not None and failure.retryable,
-        )
-        self._send(peer, finish)
+        usage = Usage(prompt_tokens=len(request.token_ids), completion_tokens=0)
+        reason = FinishReason.CANCELLED if failure is None else FinishReason.FAILED
+        self._send(peer, finish_of(request.request_id, reason, usage, failure))
 
     def _fail_step(self) -> None:
         """After a step that raised: end the request whose message it was about, or the requests of its plan."""

@@ -1,23 +1,24 @@
 """Where every request of a worker is, and how it leaves: with exactly one Finish.
 
-waiting    in line for embedding rows   arrived    KV in host memory, in line for pages
-           or for pages
+waiting    in line for embedding rows,  arrived    KV in host memory, in line for pages
+           for KV, or for pages
 running    has pages, in order of       handoffs   prompt computed, KV about to be sent to a decode worker
            admission
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from epd.cache.tiers.tiered import TieredCache
 from epd.engine.clock import Clock
 from epd.engine.feed import RowSupply
-from epd.engine.healing import Outlook
+from epd.engine.fetching import PrefixSupply
 from epd.engine.line import WaitingLine
-from epd.engine.plan import Failure, HeldTransfer
+from epd.engine.plan import Failure, HeldTransfer, finish_of
 from epd.engine.sequence import Sequence
 from epd.transport.base import Message, Peer
-from epd.types import Abort, Finish, FinishReason
+from epd.types import Abort, FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +33,19 @@ class Counters:
 
     Each admission of a prompt is a `prefix_hits` (windows were whole), a `healed_hits` or a `prefix_misses`;
     `refused_heals` is how often there was no room to heal. `passed_over` counts admissions before one that had no room.
+
+    Of `cached_tokens`, `host_hit_tokens` came from the host's memory and `store_hit_tokens` from the store.
+    `short_loads` counts admissions where less of that came than was found, `failed_loads` copies that failed under a
+    request: each computed the rest.
     """
 
     steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    host_hit_tokens: int = 0
+    store_hit_tokens: int = 0
+    short_loads: int = 0
+    failed_loads: int = 0
     healed_tokens: int = 0
     prefix_hits: int = 0
     healed_hits: int = 0
@@ -71,11 +80,14 @@ class Roster:
     """The scheduler's sequences and what is to be said about them."""
 
     def __init__(
-        self, clock: Clock, supply: RowSupply, assess: Callable[[Sequence], Outlook], *, credit_tokens_per_s: float
+        self, clock: Clock, supply: RowSupply, prefixes: PrefixSupply, cache: TieredCache, waiting: WaitingLine
     ) -> None:
-        """`supply` keeps the rows of every sequence here and forgets them when it leaves."""
-        self.waiting = WaitingLine(supply, assess, credit_tokens_per_s=credit_tokens_per_s)
+        """`supply` keeps the rows of every sequence here and forgets them when it leaves, as `prefixes` do theirs. What
+        a sequence leaves in `cache` is saved by it."""
+        self.waiting = waiting
         self._supply = supply
+        self._prefixes = prefixes
+        self._cache = cache
         self.arrived: deque[Arrived] = deque()
         self.running: dict[str, Sequence] = {}
         self.handoffs: dict[str, Sequence] = {}
@@ -128,22 +140,30 @@ class Roster:
         """End the request. `num_unsent` counts a stop token, which is generated but not part of the answer."""
         self.counters.finished += 1
         self.release(sequence, keep=reason in (FinishReason.STOP, FinishReason.LENGTH))
-        finish = Finish(
-            request_id=sequence.request_id,
-            reason=reason,
-            usage=sequence.usage(num_unsent=num_unsent),
-            status=200 if failure is None else failure.status,
-            code="" if failure is None else failure.code,
-            message="" if failure is None else failure.message,
-            retryable=failure is not None and failure.retryable,
-            timings=sequence.timings(self._clock.monotonic_s()),
-        )
+        timings = sequence.timings(self._clock.monotonic_s())
+        finish = finish_of(sequence.request_id, reason, sequence.usage(num_unsent=num_unsent), failure, timings)
         self.reply(sequence.peer, finish)
 
     def keep_rows_to_come(self, sequence: Sequence) -> None:
         """Keep of the sequence's embedding rows only those that a later step reads."""
         refs = sequence.refs_from(sequence.num_computed)
         self._supply.want(sequence.request_id, refs, sequence.request.deadline_unix_s)
+
+    def holds_rows(self, sequence: Sequence) -> bool:
+        """Whether all embedding rows are here that it will read."""
+        return self._supply.holds(sequence.request_id, sequence.refs_from(sequence.num_computed))
+
+    def put_back(self, sequence: Sequence, *, keep: bool) -> None:
+        """Take a running sequence's pages away; it waits for others. `keep` leaves its end to resume from."""
+        assert sequence.pages is not None
+        del self.running[sequence.request_id]
+        if keep:
+            sequence.pages.finish()
+        else:
+            sequence.pages.abort()
+        sequence.reset()
+        sequence.num_retractions += 1
+        self.waiting.put(sequence)
 
     def expire(self) -> None:
         """End what is past its deadline, wherever it is."""
@@ -161,12 +181,15 @@ class Roster:
         if request_id in self.waiting:
             self.waiting.remove(request_id)
         self._supply.forget(request_id)
+        self._prefixes.forget(request_id)
         self.running.pop(request_id, None)
         self.handoffs.pop(request_id, None)
         self.arrived = deque(arrived for arrived in self.arrived if arrived.sequence is not sequence)
         if sequence.pages is not None:
+            num_pages = sequence.pages.num_published_pages
             if keep:
                 sequence.pages.finish()
+                self._cache.ended(sequence.chain.keys, num_pages, group=sequence.request.session)
             else:
                 sequence.pages.abort()
             sequence.pages = None

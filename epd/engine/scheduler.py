@@ -13,18 +13,20 @@ import logging
 from dataclasses import dataclass, replace
 
 from epd.cache.keys import PageKeyChain
-from epd.cache.prefix import PrefixCache
+from epd.cache.tiers.tiered import TieredCache
 from epd.engine.admission import Limits, refusal
 from epd.engine.clock import Clock
 from epd.engine.committing import Committer
 from epd.engine.drafting import DraftPolicy, draft_input
 from epd.engine.feed import RowSupply
+from epd.engine.fetching import NO_STORE, PrefixSupply
 from epd.engine.heal_cost import HealCost
-from epd.engine.healing import Outlook, heal_table, lease, outlook, pages_needed
+from epd.engine.healing import Outlook, heal_table, outlook
+from epd.engine.line import WaitingLine
+from epd.engine.placing import Placer, cannot_fit
 from epd.engine.plan import (
     Failure,
     HeldTransfer,
-    KvImport,
     SequenceStep,
     StepPlan,
     StepResult,
@@ -37,9 +39,6 @@ from epd.transport.base import Peer
 from epd.types import FinishReason, Role
 
 logger = logging.getLogger(__name__)
-
-# Waiting sequences looked at in a step when there is no room for the first.
-_MAX_PASSING = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +58,22 @@ class SchedulerConfig:
 class Scheduler:
     """Every request a worker has taken, from `submit` to its Finish. Single-threaded, like the cache it plans with."""
 
-    def __init__(self, config: SchedulerConfig, cache: PrefixCache, clock: Clock, supply: RowSupply) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: TieredCache,
+        clock: Clock,
+        supply: RowSupply,
+        prefixes: PrefixSupply = NO_STORE,
+    ) -> None:
         self._config = config
         self._cache = cache
-        self._clock = clock
-        credit = config.waiting_credit_tokens_per_s
-        self._roster = Roster(clock, supply, self._outlook, credit_tokens_per_s=credit)
+        self._prefixes = prefixes
+        line = WaitingLine(supply, prefixes, self._outlook, credit_tokens_per_s=config.waiting_credit_tokens_per_s)
+        self._roster = Roster(clock, supply, prefixes, cache, line)
+        self._placer = Placer(
+            self._roster, cache, prefixes, clock, max_running=config.max_running, chunk_tokens=config.chunk_tokens
+        )
         self._committer = Committer(self._roster, cache, clock, role=config.role, eos_token_ids=config.eos_token_ids)
         self._is_draining = False
 
@@ -105,6 +114,7 @@ class Scheduler:
             return
         sequence.chain = self._key_chain(sequence)
         self._roster.enter(sequence)
+        self._prefixes.begin(sequence)
         self._roster.waiting.put(sequence)
 
     def submit_transfer(self, sequence: Sequence, held: HeldTransfer) -> None:
@@ -171,12 +181,12 @@ class Scheduler:
         for sequence in prefilling:
             if budget > 0:
                 budget -= self._plan_step(sequence, budget, steps)
-        while budget > 0 and (admitted := self._admit_next()) is not None:
+        while budget > 0 and (admitted := self._placer.admit_next()) is not None:
             num_planned = self._plan_step(admitted, budget, steps)
             if num_planned == 0:
                 break
             budget -= num_planned
-        return StepPlan(tuple(steps.values()), self._plan_imports(), num_drafts)
+        return StepPlan(tuple(steps.values()), self._placer.plan_imports(), num_drafts)
 
     def _plan_step(self, sequence: Sequence, budget: int, steps: dict[str, SequenceStep], num_drafts: int = 0) -> int:
         """Add the sequence's next tokens to `steps`, and up to `num_drafts` guesses if it decodes; returns how many
@@ -197,6 +207,7 @@ class Scheduler:
             sample=sequence.sample_row() if stop == sequence.num_tokens else None,
             heal_stop=sequence.heal_stop if sequence.is_healing else None,
             draft=draft,
+            arrival=sequence.pages.arrival,
         )
         return stop - start + len(draft.drafts)
 
@@ -221,7 +232,7 @@ class Scheduler:
                     stop = smaller
                 elif not self._retract_after(sequence, steps):
                     if len(self._roster.running) == 1:
-                        self._roster.fail(sequence, _cannot_fit(sequence, error))
+                        self._roster.fail(sequence, cannot_fit(sequence, error))
                     return None
             else:
                 return stop
@@ -231,119 +242,22 @@ class Scheduler:
         victim = next(reversed(self._roster.running.values()))
         if victim is sequence:
             return False
-        assert victim.pages is not None
         logger.info("retracting request %s at %d tokens: pages are short", victim.request_id, victim.num_computed)
         steps.pop(victim.request_id, None)
-        del self._roster.running[victim.request_id]
-        if victim.is_healing:
-            victim.pages.abort()
-        else:
-            victim.pages.finish()
-        victim.pages = victim.ring = None
-        victim.num_computed = victim.heal_stop = 0
-        victim.num_retractions += 1
+        self._roster.put_back(victim, keep=not victim.is_healing)
         self.counters.retractions += 1
-        self._roster.waiting.put(victim)
         return True
-
-    def _admit_next(self) -> Sequence | None:
-        """Give the first waiting sequence pages of its own if there is a place for it and what is running can go on.
-
-        If there is only too little room for it, one of the next few that fits goes before it, unless it came so late
-        that the first would be ahead of it however short it is: so the first is passed by finitely many. One that was
-        put back is passed by none: somebody reads its answer already.
-        """
-        roster = self._roster
-        if len(roster.running) >= self._config.max_running:
-            return None
-        while (first := roster.waiting.first()) is not None and self._has_room(*first):
-            if self._admit(*first):
-                return first[0]
-        if first is not None and first[0].admitted_s is None:
-            for sequence, ahead in roster.waiting.behind_first(_MAX_PASSING):
-                if self._has_room(sequence, ahead) and self._admit(sequence, ahead):
-                    self.counters.passed_over += 1
-                    return sequence
-        return None
-
-    def _has_room(self, sequence: Sequence, ahead: Outlook) -> bool:
-        needed_full, needed_window = pages_needed(self._cache, sequence, ahead.resume)
-        return not self._roster.running or self._cache.fits(
-            needed_full + self._num_pages_to_come(),
-            needed_window,
-            keys=sequence.chain.keys,
-            num_tokens=sequence.num_tokens,
-            full_only=ahead.resume.heals,
-        )
-
-    def _admit(self, sequence: Sequence, ahead: Outlook) -> bool:
-        """False when it was to heal and there is no room for it: it is lined up again, to be computed instead."""
-        roster, counters, resumed = self._roster, self.counters, ahead.resume
-        if not lease(self._cache, sequence, resumed, chunk_tokens=self._config.chunk_tokens):
-            counters.refused_heals += 1
-            sequence.may_heal = False
-            roster.waiting.put(sequence)
-            return False
-        sequence.may_heal = True
-        roster.waiting.remove(sequence.request_id)
-        roster.keep_rows_to_come(sequence)
-        if sequence.admitted_s is None:
-            sequence.admitted_s = self._clock.monotonic_s()
-            sequence.num_cached_tokens = sequence.num_computed
-            sequence.place_tokens = ahead.num_compute_tokens
-        counters.cached_tokens += sequence.num_computed
-        counters.healed_hits += resumed.heals
-        counters.prefix_hits += not resumed.heals and resumed.start > 0
-        counters.prefix_misses += not resumed.heals and resumed.start == 0
-        roster.running[sequence.request_id] = sequence
-        return True
-
-    def _plan_imports(self) -> tuple[KvImport, ...]:
-        """Move arrived transfers to the device while there are places and pages. Retracted sequences go first."""
-        imports, roster = [], self._roster
-        while roster.arrived and not roster.waiting.num_ready and len(roster.running) < self._config.max_running:
-            planned = self._plan_import(roster.arrived[0])
-            if planned is None:
-                break
-            imports.append(planned)
-        return tuple(imports)
-
-    def _plan_import(self, arrived: Arrived) -> KvImport | None:
-        sequence, transfer = arrived.sequence, arrived.held.transfer
-        pages = self._cache.begin(sequence.chain.keys, transfer.num_tokens, full_only=True)
-        num_shared_pages, running = len(pages.full_pages), self._roster.running
-        try:
-            window_start = self._cache.window_frontier(transfer.num_tokens)
-            needed_full, needed_window = pages.pages_needed(transfer.num_tokens, window_start=window_start)
-            if running and not self._cache.fits(needed_full + self._num_pages_to_come(), needed_window + len(running)):
-                pages.abort()
-                return None
-            pages.extend(transfer.num_tokens, window_start=window_start)
-        except NoPages as error:
-            pages.abort()
-            if not running:
-                self._roster.fail(sequence, _cannot_fit(sequence, error))
-            return None
-        self._roster.arrived.popleft()
-        sequence.pages = pages
-        sequence.admitted_s = self._clock.monotonic_s()
-        self._roster.running[sequence.request_id] = sequence
-        return KvImport(sequence.request_id, arrived.held, sequence.page_table(), num_shared_pages)
-
-    def _num_pages_to_come(self) -> int:
-        """Full pages the running sequences still take for the tokens they have, and one or two each to go on with."""
-        page_size = self._config.page_size
-        to_come = 0
-        for sequence in self._roster.running.values():
-            assert sequence.pages is not None
-            to_come += max(1, sequence.num_tokens // page_size + 2 - len(sequence.pages.full_pages))
-        return to_come
 
     # -- committing -----------------------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
         """Advance the plan's sequences by what was computed."""
         self._committer.commit(plan, result)
+
+    def undo(self, plan: StepPlan) -> None:
+        """Nothing of the plan was computed, since KV that it was to read did not arrive: whoever that concerns starts
+        anew, without."""
+        self._committer.undo(plan)
 
     # -- handing over ---------------------------------------------------------------------------------------------
 
@@ -376,8 +290,3 @@ class Scheduler:
 
 
 _DRAINING = Failure(status=503, code="draining", message="this worker is shutting down", retryable=True)
-
-
-def _cannot_fit(sequence: Sequence, error: NoPages) -> Failure:
-    message = f"a sequence of {sequence.num_tokens} tokens does not fit this worker's KV memory: {error}"
-    return Failure(status=503, code="kv_memory_exhausted", message=message)

@@ -25,8 +25,9 @@ class Sequence:
     """`pages` is None while waiting. Times are monotonic seconds; None until they happened.
 
     `chain` is set by the scheduler once it has found the request sound. `ring` is set while it heals; `may_heal` is
-    taken away when there was no room to. `draft_tail` holds for its `num_tokens` alone. `place_tokens` is what it had
-    to compute when it was first admitted: put back, it counts for no more in the line and so keeps its place.
+    taken away when there was no room to, `may_load` when what the host has did not come. `draft_tail` holds for its
+    `num_tokens` alone. `place_tokens` is what it had to compute when it was first admitted: put back, it counts for no
+    more in the line and so keeps its place.
     """
 
     request: GenerateRequest
@@ -38,9 +39,12 @@ class Sequence:
     heal_stop: int = 0
     ring: HealRing | None = None
     may_heal: bool = True
+    may_load: bool = True
     place_tokens: int | None = None
     num_cached_tokens: int = 0
     num_healed_tokens: int = 0
+    num_host_tokens: int = 0
+    num_store_tokens: int = 0
     num_retractions: int = 0
     pages: SequencePages | None = None
     draft_tail: DraftTail | None = None
@@ -92,6 +96,11 @@ class Sequence:
         self.token_ids.append(token_id)
         self.chain.append(token_id)
 
+    def reset(self) -> None:
+        """It has no pages any more, and everything to compute."""
+        self.pages = self.ring = None
+        self.num_computed = self.heal_stop = 0
+
     def sample_row(self) -> SampleRow:
         return SampleRow(self.request.sampling, self.output_index)
 
@@ -125,6 +134,8 @@ class Sequence:
             completion_tokens=self.num_generated + num_unsent,
             cached_tokens=self.num_cached_tokens,
             healed_tokens=self.num_healed_tokens,
+            host_tokens=self.num_host_tokens,
+            store_tokens=self.num_store_tokens,
         )
 
     def timings(self, now_s: float) -> dict[str, float]:

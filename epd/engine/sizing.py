@@ -13,14 +13,18 @@ from epd.kv.errors import PoolTooSmall
 from epd.kv.layout import KvLayout, PoolPlan, plan_pools
 from epd.model.config import TextConfig
 
+# Boundaries of a usual sequence that the host keeps whole windows of.
+_HOST_WINDOWS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """The KV memory of one worker."""
+    """The KV memory of one worker. `host` is None without a host tier."""
 
     layout: KvLayout
     retention: RetentionPolicy
     pools: PoolPlan
+    host: PoolPlan | None = None
 
 
 def text_config(config: EngineConfig, config_hf: Mapping[str, object]) -> TextConfig:
@@ -81,8 +85,38 @@ def plan_worker(config: EngineConfig, text: TextConfig, *, num_heads: int) -> Wo
             f"engine.decode_release_interval_tokens {config.decode_release_interval_tokens:,}, engine.page_size "
             f"{config.page_size:,}): raise the first or lower the others"
         )
-    _require_memory(config, pools)
-    return WorkerPlan(layout, retention, pools)
+    host = _plan_host(config, layout, retention, expected_tokens) if config.host_budget_bytes else None
+    _require_memory(config, pools, host)
+    return WorkerPlan(layout, retention, pools, host)
+
+
+def _plan_host(
+    config: EngineConfig, layout: KvLayout, retention: RetentionPolicy, expected_tokens: int
+) -> PoolPlan | None:
+    """Split the host's budget as a kept sequence of the usual length needs it: all its full pages, and windows at the
+    ends of its prompt and of its answer. Nobody computes there, so there is no floor but one such boundary. None when
+    nothing is ever looked up. Raises PoolTooSmall."""
+    if not config.prefix_cache:
+        return None
+    page_size = config.page_size
+    window_pages = -(-layout.window_tokens // page_size)
+    sequence_pages = -(-expected_tokens // page_size)
+    kept_pages = _HOST_WINDOWS * window_pages + retention.tail_pages if window_pages else 0
+    full_bytes, window_bytes = layout.full_page_bytes, layout.window_page_bytes
+    floor_bytes = full_bytes * bool(full_bytes) + (window_pages + 1) * window_bytes
+    budget_bytes = config.host_budget_bytes
+    if budget_bytes < floor_bytes:
+        raise PoolTooSmall(
+            f"engine.host_budget_bytes is {budget_bytes:,}; allowed: 0 for no host tier, or {floor_bytes:,} and more, "
+            f"which is one full page of {full_bytes:,} bytes and a window of {window_pages + 1} pages of "
+            f"{window_bytes:,} bytes"
+        )
+    spare_bytes = budget_bytes - floor_bytes
+    share_bytes = sequence_pages * full_bytes + kept_pages * window_bytes
+    num_full = 1 + spare_bytes * sequence_pages // share_bytes if full_bytes else 0
+    left_bytes = budget_bytes - num_full * full_bytes
+    num_window = left_bytes // window_bytes if window_pages else 0
+    return PoolPlan(num_full, num_window, num_full * full_bytes + num_window * window_bytes)
 
 
 def _shares(config: EngineConfig, text: TextConfig, expected_tokens: int) -> str:
@@ -98,13 +132,20 @@ def _shares(config: EngineConfig, text: TextConfig, expected_tokens: int) -> str
     )
 
 
-def _require_memory(config: EngineConfig, pools: PoolPlan) -> None:
+def _require_memory(config: EngineConfig, pools: PoolPlan, host: PoolPlan | None) -> None:
     # Linux grants memory that is not there and kills the process once it is used: better to ask first.
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if config.device.startswith("cpu") and pools.size_bytes > host_bytes:
+    device_bytes = pools.size_bytes if config.device.startswith("cpu") else 0
+    if device_bytes > host_bytes:
         raise ValueError(
             f"engine.kv_budget_bytes is {config.kv_budget_bytes:,}: KV memory of {pools.size_bytes:,} bytes cannot be "
             f"had: this host has {host_bytes:,}"
+        )
+    if host is not None and device_bytes + host.size_bytes > host_bytes:
+        beside = f" beside engine.kv_budget_bytes, {config.kv_budget_bytes:,}," if device_bytes else ""
+        raise ValueError(
+            f"engine.host_budget_bytes is {config.host_budget_bytes:,}: so many bytes cannot be had{beside} of this "
+            f"host's {host_bytes:,}"
         )
 
 

@@ -10,6 +10,7 @@ from types import FrameType
 import torch
 
 from epd.cache.prefix import PrefixCache
+from epd.cache.tiers.tiered import TieredCache
 from epd.cache.victims import make_policy
 from epd.cache.window import num_window_pages
 from epd.config import EngineConfig
@@ -53,7 +54,7 @@ class Engine:
     """A built worker; the parts are for those who look inside (tests, metrics)."""
 
     loop: EngineLoop
-    cache: PrefixCache
+    cache: TieredCache
     scheduler: Scheduler
     feed: EmbeddingFeed
     identity: WorkerIdentity
@@ -153,7 +154,7 @@ def build_engine(
     storage = _storage(layout, pools, dtype, device, num_scratch=int(has_graphs))
     attention = make_backend(config.attention, storage, page_size=config.page_size, device_type=device.type)
     logger.info('attention over pages: "%s" on %s', attention.name, device)
-    cache = _cache(config, model.config, plan)
+    cache = TieredCache(_cache(config, model.config, plan))
     fingerprint = kv_fingerprint(config.model_dir, layout, arithmetic=kv_arithmetic(config))
     identity = _identity(config, model.config, pools)
     feed = EmbeddingFeed(

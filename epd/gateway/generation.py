@@ -134,7 +134,9 @@ class Generation:
                 self._fleet.close(attempt)
             if len(self._emitted) >= self._base.sampling.max_tokens:
                 # Everything had arrived; only the Finish was lost.
-                yield End(FinishReason.LENGTH, self._usage(len(self._emitted), 0, 0))
+                yield End(
+                    FinishReason.LENGTH, self._usage(len(self._emitted), Usage(prompt_tokens=0, completion_tokens=0))
+                )
                 return
         raise StageUnavailable(f"gave up after {self._max_attempts} attempts; the last failed: {failure}")
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from encoder.types import EmbeddingRef
 from epd.cache.prefix import PrefixCache
 from epd.cache.retention import RetentionPolicy
+from epd.cache.tiers.tiered import TieredCache
 from epd.engine.admission import Limits
 from epd.engine.drafting import DraftPolicy
 from epd.engine.feed import EmbeddingFeed
@@ -35,7 +36,7 @@ class Paper:
     """One worker without its loop. `finishes` and `answers` are what a gateway has been told."""
 
     scheduler: Scheduler
-    cache: PrefixCache
+    cache: TieredCache
     model: PaperModel
     clock: FakeClock
     rows: Rows
@@ -165,7 +166,7 @@ def make_paper(
     reach: int = 6,
 ) -> Paper:
     clock, rows = FakeClock(), Rows()
-    cache = PrefixCache(
+    device = PrefixCache(
         DualPool(num_full_pages=num_full_pages, num_window_pages=num_window_pages),
         page_size=page_size,
         window_tokens=window_tokens,
@@ -191,6 +192,7 @@ def make_paper(
         waiting_credit_tokens_per_s=CREDIT,
         drafting=DraftPolicy(),
     )
+    cache = TieredCache(device)
     scheduler = Scheduler(config, cache, clock.clock, feed)
     model = PaperModel(page_size, window_tokens, feed.tensor)
     return Paper(scheduler, cache, model, clock, rows, feed)

@@ -87,7 +87,7 @@ def play(paper: Paper, script: list[tuple[str, int]], *, decode_address: str | N
             paper.scheduler.fail(paper.plan.request_ids, Failure(500, "step_failed", "it did"))
             paper.collect()
         elif action == "evict":
-            paper.cache._ledger.evict_window(value)
+            paper.cache.device._ledger.evict_window(value)
         elif action == "rows come":
             paper.rows.arrive()
         elif action == "gateway dies":

@@ -134,7 +134,7 @@ def one_worker(make_bench: MakeBench, guessing: Checkpoint, oracle: Oracle, rng:
                     bench.step()
             case ("evict", value):
                 # As other requests would; what was found before may now need healing.
-                bench.engine.cache._ledger.evict_window(value)
+                bench.engine.cache.device._ledger.evict_window(value)
             case (_, value):
                 bench.mailbox.put(Abort(request_id=f"r{value}"))
     bench.run()
@@ -175,7 +175,7 @@ def two_workers(make_bench: MakeBench, guessing: Checkpoint, oracle: Oracle, rng
                     (pair.decode if turn == "decode" else pair.prefill).step()
             case ("evict", value):
                 for bench in (pair.prefill, pair.decode):
-                    bench.engine.cache._ledger.evict_window(value)
+                    bench.engine.cache.device._ledger.evict_window(value)
             case (_, value) if value < len(asked):
                 # A gateway announces before it aborts, and tells both.
                 for expect in [e for e in late if e.request.request_id == f"r{value}"]:

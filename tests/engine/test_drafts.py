@@ -141,7 +141,7 @@ def test_nothing_of_a_wrong_draft_stays(make: MakeBench) -> None:
         bench = make(draft_tokens)
         for name, length in (("a", 40), ("b", 75), ("again", 75), ("c", 150), ("once more", 40)):
             run(bench, **{name: (PROMPT[:length], {"ignore_eos": True, "max_tokens": 30})})
-        ledger = bench.engine.cache._ledger
+        ledger = bench.engine.cache.device._ledger
         segments = sorted((node.start, node.stop, node.window_start) for node in ledger.tree.nodes.values())
         hits = [finish.usage.cached_tokens for finish in bench.finishes.values()]
         return bench.engine.cache.stats(), segments, len(ledger.anchored), hits
@@ -323,7 +323,7 @@ def test_after_a_hit_heads_go_on_at_once(make: MakeBench) -> None:
 
 def test_after_healing_heads_go_on_at_once(make: MakeBench) -> None:
     bench = run(make(), a=(PROMPT, {"max_tokens": 4, "ignore_eos": True}))
-    bench.engine.cache._ledger.evict_window(10_000)
+    bench.engine.cache.device._ledger.evict_window(10_000)
     storage = bench.engine.loop._mover._storage
     for layer in storage.window_layer_indices[-NUM_HEADS:]:
         storage.keys(layer).fill_(float("nan"))

@@ -22,7 +22,7 @@ def computed_without_windows(bench: Bench, prompt: list[int]) -> None:
     """Leave the prompt's full pages in the tree and none of its windows: what a short window pool does to prefixes."""
     bench.submit(make_request("first", prompt, ignore_eos=True))
     bench.run()
-    bench.engine.cache._ledger.evict_window(10_000)
+    bench.engine.cache.device._ledger.evict_window(10_000)
 
 
 @pytest.mark.parametrize("chunk_tokens", [4, 12, 64])
@@ -145,7 +145,7 @@ def test_healing_waits_for_no_rows_that_it_does_not_run(checkpoint: Checkpoint, 
     bench = make_bench()
     bench.submit(with_medium(bench, "first"))
     bench.run()
-    bench.engine.cache._ledger.evict_window(10_000)
+    bench.engine.cache.device._ledger.evict_window(10_000)
     assert bench.rows.fetched == ["medium"]
     bench.submit(with_medium(bench, "healed"))
     bench.run()
@@ -161,9 +161,9 @@ def test_without_room_to_heal_it_waits_for_the_rows_of_all_it_computes(
     bench = make_bench()
     bench.submit(with_medium(bench, "first"))
     bench.run()
-    bench.engine.cache._ledger.evict_window(10_000)
+    bench.engine.cache.device._ledger.evict_window(10_000)
     bench.rows.is_slow = True
-    pool = bench.engine.cache._pool.window
+    pool = bench.engine.cache.device._pool.window
     pages = pool.allocate(pool.num_free - 4)
     bench.submit(with_medium(bench, "r"))
     bench.engine.loop.step()
@@ -228,7 +228,7 @@ def test_without_room_to_heal_the_prompt_is_computed_and_it_is_counted(
 ) -> None:
     bench = make_bench()
     computed_without_windows(bench, PROMPT)
-    pool = bench.engine.cache._pool.window
+    pool = bench.engine.cache.device._pool.window
     pages = pool.allocate(pool.num_free - 4)
     bench.submit(make_request("r", PROMPT, ignore_eos=True))
     bench.engine.loop.step()
@@ -245,7 +245,7 @@ def test_without_room_to_heal_the_prompt_is_computed_and_it_is_counted(
 def test_with_less_room_it_heals_in_smaller_chunks(checkpoint: Checkpoint, make_bench: MakeBench) -> None:
     bench = make_bench()
     computed_without_windows(bench, PROMPT)
-    pool = bench.engine.cache._pool.window
+    pool = bench.engine.cache.device._pool.window
     pages = pool.allocate(pool.num_free - 7)
     bench.submit(make_request("r", PROMPT, ignore_eos=True))
     bench.engine.loop.step()
@@ -271,7 +271,7 @@ def test_usage_speaks_of_the_first_admission_alone(checkpoint: Checkpoint, make_
     early = scheduler._roster.find("early")
     assert early is not None
     assert scheduler._retract_after(early, {})
-    bench.engine.cache._ledger.evict_window(10_000)
+    bench.engine.cache.device._ledger.evict_window(10_000)
     bench.run()
     assert scheduler.counters.healed_hits == 1
     assert scheduler.counters.healed_tokens > 0

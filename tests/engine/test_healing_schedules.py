@@ -255,7 +255,7 @@ def healing_ids(bench: Bench) -> set[str]:
 
 def disturb(bench: Bench, rng: random.Random) -> None:
     """Pages go as other requests would make them go."""
-    ledger = bench.engine.cache._ledger
+    ledger = bench.engine.cache.device._ledger
     if rng.random() < 0.8:
         ledger.evict_window(rng.choice((1, 3, 10, 1000)))
     else:
@@ -275,7 +275,7 @@ def first_of_all(bench: Bench, rng: random.Random, submit: Callable[[Prompt], No
     base = Prompt(rng.randrange(2), STEM_LENGTH, 0, rng.random() < 0.5)
     submit(base)
     run()
-    bench.engine.cache._ledger.evict_window(rng.choice((2, 6, 1000, 1000, 1000)))
+    bench.engine.cache.device._ledger.evict_window(rng.choice((2, 6, 1000, 1000, 1000)))
     return base
 
 
@@ -290,7 +290,7 @@ def check_tree(bench: Bench, world: World, asked: dict[str, Prompt], tally: Tall
             chain.append(token)
         owners |= {key: (prompt, index) for index, key in enumerate(chain.keys)}
     found: dict[bool, list[tuple[Prompt, int, int]]] = {False: [], True: []}
-    for node in cache_._ledger.tree.nodes.values():
+    for node in cache_.device._ledger.tree.nodes.values():
         for offset, (key, page) in enumerate(zip(node.keys, node.full_pages, strict=True)):
             found[False].append((*owners[key], page))
             window_page = node.window_page(node.start + offset)

@@ -2,7 +2,8 @@
 
 import random
 
-from epd.cache.prefix import PrefixCache
+from epd.cache.tiers.tiered import TieredCache
+from epd.engine.fetching import NO_STORE
 from epd.engine.healing import Outlook, outlook
 from epd.engine.line import WaitingLine
 from epd.engine.sequence import Sequence, key_chain
@@ -21,11 +22,11 @@ class World:
         self.rng = random.Random(seed)
         self.paper = make_paper(page_size=PAGE_SIZE)
         self.now_s = 0.0
-        self.line = WaitingLine(self.paper.feed, self.assess, credit_tokens_per_s=CREDIT)
+        self.line = WaitingLine(self.paper.feed, NO_STORE, self.assess, credit_tokens_per_s=CREDIT)
         self.orders: dict[str, int] = {}
 
     @property
-    def cache(self) -> PrefixCache:
+    def cache(self) -> TieredCache:
         return self.paper.cache
 
     def assess(self, sequence: Sequence) -> Outlook:
@@ -54,7 +55,7 @@ class World:
         pages.finish()
 
     def evict(self) -> None:
-        ledger = self.cache._ledger
+        ledger = self.cache.device._ledger
         (ledger.evict_window if self.rng.random() < 0.6 else ledger.evict_full)(self.rng.choice((2, 10, 1000)))
 
     def best(self) -> str | None:

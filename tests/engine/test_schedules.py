@@ -94,7 +94,7 @@ def test_one_worker(
                 bench.step()
         elif action == "evict":
             # As other requests would; what was found before may now need healing.
-            bench.engine.cache._ledger.evict_window(value)
+            bench.engine.cache.device._ledger.evict_window(value)
         else:
             bench.mailbox.put(Abort(request_id=f"r{value}"))
     bench.run()
@@ -133,7 +133,7 @@ def test_two_workers_in_any_order(
                 (pair.decode if turn == "decode" else pair.prefill).step()
         elif action == "evict":
             for bench in (pair.prefill, pair.decode):
-                bench.engine.cache._ledger.evict_window(value)
+                bench.engine.cache.device._ledger.evict_window(value)
         elif value < len(asked):
             # A gateway announces before it aborts, and tells both.
             for expect in [e for e in late if e.request.request_id == f"r{value}"]:

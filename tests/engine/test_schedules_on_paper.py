@@ -42,7 +42,7 @@ def test_a_step_is_within_its_budget_and_starves_nobody(seed: int) -> None:
             paper.submit(random_request(rng, f"r{num_asked}"))  # type: ignore[arg-type]
             num_asked += 1
         if rng.random() < 0.1:
-            paper.cache._ledger.evict_window(rng.choice((2, 10, 1000)))
+            paper.cache.device._ledger.evict_window(rng.choice((2, 10, 1000)))
         running = list(paper.scheduler._roster.running.values())
         decoding = {sequence.request_id for sequence in running if sequence.is_decoding}
         prompts = [sequence for sequence in running if not sequence.is_decoding]
@@ -93,7 +93,7 @@ def test_memory_pressure_shows_in_no_answer() -> None:
             for _ in range(rng.randrange(4)):
                 paper.step()
             if rng.random() < 0.3:
-                paper.cache._ledger.evict_window(rng.choice((2, 1000)))
+                paper.cache.device._ledger.evict_window(rng.choice((2, 1000)))
         try:
             # Each token is computed, and computed again each time its sequence is put back.
             paper.run(max_steps=2000, pass_s=0.01)
