@@ -1,0 +1,405 @@
+"""The store on this host: records in files, the recent ones in shared memory, the others on disk; no server.
+
+Any number of processes share it, each reading all files and adding to one of its own. What was put stays when
+processes end or are killed, wherever that happens; what is in memory stays until the host restarts. Why nothing half
+written is ever seen says `epd.cache.l3.segment`, and what goes where and when `epd.cache.l3.mover`.
+
+A value that cannot be kept, there being no room or no right to write, is not kept, and that is counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from epd.cache.l3.base import Buffer, NodeFailed, NodeTimedOut, NodeUsage, Sink
+from epd.cache.l3.catalogue import Catalogue
+from epd.cache.l3.mover import Mover
+from epd.cache.l3.segment import HEAD_BYTES, Entry, Scratch, Segment, entry_bytes
+from epd.cache.l3.shelf import Shelf, StoreLock
+
+__all__ = ["LocalNode"]
+
+logger = logging.getLogger(__name__)
+
+_LOCK: Final = "lock"
+_SEGMENTS: Final = 16
+_COLD_SEGMENTS: Final = 512
+_FEWEST_SEGMENTS: Final = 4
+_LEAST_SEGMENT_BYTES: Final = 1 << 16
+_LOCK_WAIT_S: Final = 1.0
+_PROMOTE_BYTES: Final = 1 << 20
+_MAX_PROMOTIONS: Final = 4096
+_MAX_USES: Final = 1 << 16
+# A cold record that is read so often has its place among the hot ones.
+_HOT_USES: Final = 2
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class _NoRoom(Exception):
+    """All segments of the hot shelf are being written by others, or the value is larger than a segment."""
+
+
+class LocalNode:
+    """This process's part in a store; a `StoreNode` that is `Tended`."""
+
+    def __init__(
+        self,
+        hot_root: Path,
+        cold_root: Path | None,
+        *,
+        memory_bytes: int,
+        disk_bytes: int,
+        segment_bytes: int | None = None,
+    ) -> None:
+        """Makes the directories, and learns what is there. Without `cold_root` there is no cold shelf.
+
+        `memory_bytes` and `disk_bytes` bound the files in them; `segment_bytes`, the largest value and what is moved
+        and evicted at once, follows from these unless given. Raises NodeFailed for a directory that cannot be used.
+        """
+        if memory_bytes < _FEWEST_SEGMENTS * _LEAST_SEGMENT_BYTES:
+            raise NodeFailed(
+                f"a local KV store of {memory_bytes} bytes of memory; allowed: "
+                f"{_FEWEST_SEGMENTS * _LEAST_SEGMENT_BYTES} and more"
+            )
+        self._hot_root, self._cold_root = hot_root, cold_root if disk_bytes else None
+        self._memory_bytes, self._disk_bytes = memory_bytes, disk_bytes
+        if segment_bytes is None:
+            wanted_bytes = max(memory_bytes // _SEGMENTS, disk_bytes // _COLD_SEGMENTS, _LEAST_SEGMENT_BYTES)
+            segment_bytes = min(wanted_bytes, memory_bytes // _FEWEST_SEGMENTS)
+        self._segment_bytes = segment_bytes
+        self._counters: Counter[str] = Counter()
+        self._scratch = Scratch()
+        self._active: Segment | None = None
+        self._uses: dict[bytes, int] = {}
+        self._promotions: OrderedDict[bytes, None] = OrderedDict()
+        with self._explained("open"):
+            self._open()
+
+    @property
+    def name(self) -> str:
+        return f"local:{self._hot_root if self._cold_root is None else self._cold_root}"
+
+    def get(self, keys: Sequence[bytes], sink: Sink, *, timeout_s: float) -> None:
+        """`timeout_s` is not looked at: no server is asked, and the disk cannot be hurried."""
+        self._learn()
+        for index, key in enumerate(keys):
+            sink(index, self._read(key))
+
+    def put(self, items: Sequence[tuple[bytes, Sequence[Buffer]]], *, timeout_s: float) -> list[bool]:
+        self._learn()
+        kept = [False] * len(items)
+        fresh: list[int] = []
+        for index, (key, pieces) in enumerate(items):
+            if self._catalogue.places(key):
+                kept[index] = self._put_again(key, pieces)
+            else:
+                fresh.append(index)
+        with self._explained("write to"):
+            for index in self._append_all([items[index] for index in fresh]):
+                kept[fresh[index]] = True
+        return kept
+
+    def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
+        self._learn()
+        return [self._is_there(key) for key in keys]
+
+    def touch(self, keys: Sequence[bytes], *, timeout_s: float) -> None:
+        self._learn()
+        for key in keys:
+            places = self._catalogue.places(key)
+            if places:
+                self._used(key, places[0])
+
+    def discard(self, keys: Sequence[bytes], *, timeout_s: float) -> None:
+        with self._explained("discard from"), self._lock.hold(max(timeout_s, _LOCK_WAIT_S)):
+            # Looked at under the lock: what others promoted or demoted until now dies, too.
+            self._catalogue.refresh()
+            self._kill_shadows()
+            for key in keys:
+                self._kill(key)
+
+    def usage(self) -> NodeUsage:
+        hot, cold = self._catalogue.hot, self._catalogue.cold
+        return NodeUsage(
+            num_records=len(self._catalogue),
+            used_bytes=hot.used_bytes + (cold.used_bytes if cold else 0),
+            capacity_bytes=hot.max_bytes + (cold.max_bytes if cold else 0),
+            counters=dict(self._counters)
+            | {
+                "memory_bytes": hot.used_bytes,
+                "disk_bytes": cold.used_bytes if cold else 0,
+                "damaged_files": hot.num_damaged + (cold.num_damaged if cold else 0),
+            },
+        )
+
+    def tend(self) -> bool:
+        """Makes room before it is needed, promotes what was used, and takes note of what others did."""
+        self._learn()
+        with self._explained("tend"):
+            try:
+                return self._tend()
+            except NodeTimedOut:
+                # Another process is at it.
+                return False
+
+    def close(self) -> None:
+        """Another process may go on with this one's segment."""
+        with contextlib.suppress(OSError):
+            self._mover.abandon()
+        self._catalogue.close()
+        self._lock.close()
+        self._active = None
+
+    def _open(self) -> None:
+        hot = Shelf(self._hot_root, max_bytes=self._memory_bytes, is_hot=True)
+        cold = None if self._cold_root is None else Shelf(self._cold_root, max_bytes=self._disk_bytes, is_hot=False)
+        self._lock = StoreLock(self._hot_root / _LOCK)
+        self._catalogue = Catalogue(hot, cold)
+        self._mover = Mover(self._catalogue, self._counters)
+        self._active = None
+        with contextlib.suppress(NodeTimedOut), self._lock.hold(_LOCK_WAIT_S):
+            hot.sweep()
+            if cold is not None:
+                cold.sweep()
+        self._catalogue.refresh()
+
+    def _learn(self) -> None:
+        """Raises NodeFailed."""
+        with self._explained("read"):
+            try:
+                self._catalogue.refresh()
+            except FileNotFoundError:
+                logger.warning("the local KV store in %s was removed and begins anew", self._hot_root)
+                self.close()
+                self._open()
+        if self._active is not None and self._active.path.name not in self._catalogue.hot.segments:
+            # Somebody cleared the store.
+            self._active.close()
+            self._active = None
+
+    def _read(self, key: bytes) -> memoryview | None:
+        for entry in self._catalogue.places(key):
+            value = None
+            # A cold segment may have been evicted a moment ago, or its disk be at fault.
+            with contextlib.suppress(OSError):
+                self._catalogue.opened(entry.segment)
+                value = entry.segment.read(key, entry, self._scratch)
+            if value is not None:
+                self._counters["hot_reads" if entry.segment.is_hot else "cold_reads"] += 1
+                self._used(key, entry)
+                return value
+            self._catalogue.forget(key, entry)
+        return None
+
+    def _is_there(self, key: bytes) -> bool:
+        for entry in self._catalogue.places(key):
+            with contextlib.suppress(OSError):
+                self._catalogue.opened(entry.segment)
+                if entry.segment.is_alive(entry):
+                    return True
+            self._catalogue.forget(key, entry)
+        return False
+
+    def _used(self, key: bytes, entry: Entry) -> None:
+        """Promote it in time, if it has earned that."""
+        shelf = self._catalogue.hot if entry.segment.is_hot else self._catalogue.cold
+        assert shelf is not None
+        is_old = entry.segment.created_ns < shelf.old_before_ns
+        if entry.segment.is_hot:
+            is_due = is_old and self._catalogue.cold is None
+        else:
+            uses = self._uses[key] = self._uses.get(key, 0) + 1
+            is_due = is_old or uses >= _HOT_USES
+            if len(self._uses) > _MAX_USES:
+                self._uses.clear()
+        if is_due and len(self._promotions) < _MAX_PROMOTIONS:
+            self._promotions[key] = None
+
+    def _put_again(self, key: bytes, pieces: Sequence[Buffer]) -> bool:
+        """In place of a value that is there: the same one stays, another one dies. Raises NodeFailed."""
+        content = b"".join(pieces)
+        value = self._read(key)
+        if value is not None and bytes(value) == content:
+            return True
+        try:
+            with self._explained("write to"), self._lock.hold(_LOCK_WAIT_S):
+                self._catalogue.refresh()
+                kept = bool(self._append_all([(key, [content])], is_locked=True))
+                if kept:
+                    self._kill_shadows()
+                return kept
+        except NodeTimedOut:
+            self._counters["unkept"] += 1
+            return False
+
+    def _append_all(
+        self, items: Sequence[tuple[bytes, Sequence[Buffer]]], *, is_locked: bool = False, stamp: int | None = None
+    ) -> list[int]:
+        """Indices of the items that are on the hot shelf now, with the given stamp or new ones. Raises OSError."""
+        sizes = [entry_bytes(key, sum(memoryview(piece).nbytes for piece in pieces)) for key, pieces in items]
+        kept: list[int] = []
+        start = 0
+        while start < len(items):
+            room_bytes = 0 if self._active is None else self._segment_bytes - self._active.tail
+            stop = start
+            while stop < len(items) and sizes[stop] <= room_bytes:
+                room_bytes -= sizes[stop]
+                stop += 1
+            try:
+                if stop == start:
+                    self._begin_segment(sizes[start], is_locked=is_locked)
+                    continue
+                assert self._active is not None
+                batch = [
+                    (key, pieces, self._catalogue.next_stamp() if stamp is None else stamp)
+                    for key, pieces in items[start:stop]
+                ]
+                entries = self._append(batch, is_locked=is_locked)
+            except (_NoRoom, NodeTimedOut):
+                self._counters["unkept"] += 1
+                start += 1
+                continue
+            for (key, _, _), entry in zip(batch, entries, strict=True):
+                self._catalogue.add(key, entry)
+            kept.extend(range(start, stop))
+            start = stop
+        return kept
+
+    def _append(self, batch: list[tuple[bytes, Sequence[Buffer], int]], *, is_locked: bool) -> list[Entry]:
+        """Try again once with less on the hot shelf, when the memory does not hold what it should. Raises _NoRoom."""
+        for is_last in (False, True):
+            try:
+                assert self._active is not None
+                return self._active.append(batch)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                self._counters["full"] += 1
+                if is_last:
+                    break
+                with contextlib.nullcontext() if is_locked else self._lock.hold(_LOCK_WAIT_S):
+                    self._catalogue.refresh()
+                    if not self._mover.make_room(self._active):
+                        break
+        raise _NoRoom
+
+    def _begin_segment(self, need_bytes: int, *, is_locked: bool) -> None:
+        """Raises _NoRoom, NodeTimedOut, OSError."""
+        if need_bytes > self._segment_bytes - HEAD_BYTES:
+            raise _NoRoom
+        with contextlib.nullcontext() if is_locked else self._lock.hold(_LOCK_WAIT_S):
+            hot = self._catalogue.hot
+            if self._active is not None:
+                self._active.seal()
+                self._active.unlock()
+                self._active = None
+            self._catalogue.refresh()
+            if self._adopt(need_bytes):
+                return
+            while hot.measure() + self._segment_bytes > self._memory_bytes:
+                if not self._mover.make_room(None):
+                    raise _NoRoom
+            try:
+                segment = hot.make(self._segment_bytes)
+            except OSError as error:
+                if error.errno in _FULL:
+                    raise _NoRoom from error
+                raise
+            hot.show(segment)
+            self._active = segment
+
+    def _adopt(self, need_bytes: int) -> bool:
+        """Go on with a segment whose writer has ended."""
+        for segment in self._catalogue.hot.by_age():
+            if self._segment_bytes - segment.tail < need_bytes or segment.size_bytes < self._segment_bytes:
+                continue
+            if not self._mover.is_moving(segment) and segment.lock():
+                self._catalogue.scan(segment)
+                if segment.is_linked and self._segment_bytes - segment.tail >= need_bytes:
+                    self._catalogue.own(segment)
+                    self._active = segment
+                    return True
+                segment.unlock()
+        return False
+
+    def _tend(self) -> bool:
+        if self._catalogue.shadows:
+            with self._lock.hold(0):
+                self._catalogue.refresh()
+                self._kill_shadows()
+        if self._mover.is_moving():
+            return self._go_on_moving()
+        if self._promotions:
+            with self._lock.hold(0):
+                self._catalogue.refresh()
+                self._promote()
+            return bool(self._promotions)
+        if not self._is_room_needed():
+            return False
+        with contextlib.suppress(OSError):
+            return self._mover.begin(self._active)
+        return False
+
+    def _go_on_moving(self) -> bool:
+        # When the disk is full: what is to be done about that is done when there is no other way.
+        with contextlib.suppress(OSError):
+            if self._mover.step():
+                with self._lock.hold(0):
+                    self._mover.finish()
+            return True
+        return False
+
+    def _is_room_needed(self) -> bool:
+        """Whether there is no room for another segment, and soon need for one."""
+        hot = self._catalogue.hot
+        is_half_full = self._active is not None and self._active.tail > self._segment_bytes // 2
+        return is_half_full and hot.measure() + self._segment_bytes > self._memory_bytes
+
+    def _promote(self) -> None:
+        """Under the store's lock: what dies meanwhile has died in all places."""
+        left_bytes = _PROMOTE_BYTES
+        while self._promotions and left_bytes > 0:
+            key, _ = self._promotions.popitem(last=False)
+            places = self._catalogue.places(key)
+            if not places or (places[0].segment.is_hot and self._catalogue.cold is not None):
+                continue
+            entry = places[0]
+            value = self._read(key)
+            if value is None:
+                continue
+            self._promotions.pop(key, None)
+            left_bytes -= value.nbytes
+            if self._append_all([(key, [bytes(value)])], is_locked=True, stamp=entry.stamp):
+                self._uses.pop(key, None)
+                self._counters["promoted"] += 1
+
+    def _kill(self, key: bytes) -> None:
+        """Under the store's lock. Raises OSError."""
+        for entry in self._catalogue.places(key):
+            self._kill_entry(entry)
+            self._catalogue.forget(key, entry)
+
+    def _kill_shadows(self) -> None:
+        """Under the store's lock. Raises OSError."""
+        shadows, self._catalogue.shadows = self._catalogue.shadows, []
+        for _, entry in shadows:
+            self._kill_entry(entry)
+
+    def _kill_entry(self, entry: Entry) -> None:
+        # A segment that is gone has taken its entries with it.
+        with contextlib.suppress(FileNotFoundError):
+            self._catalogue.opened(entry.segment)
+            entry.segment.kill(entry)
+
+    @contextlib.contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise NodeFailed(f"cannot {what} the local KV store in {self._hot_root}: {error.strerror}") from error

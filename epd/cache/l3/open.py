@@ -1,0 +1,106 @@
+"""How a setting names a store.
+
+    local                            shared memory and a directory of the user's for caches
+    local:/DIR                       shared memory and this directory
+    redis://HOST:PORT/DB[,redis://...]   one or several servers
+
+Processes that name the same directory share a local store; pages of different models never meet, since their keys
+differ.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+from epd.cache.l3.base import NodeFailed, StoreNode
+from epd.cache.l3.client import StoreClient
+from epd.cache.l3.local import LocalNode
+
+__all__ = ["cold_root", "hot_root", "open_local", "open_store"]
+
+logger = logging.getLogger(__name__)
+
+SHARED_MEMORY: Final = Path("/dev/shm")
+# Of the files: another layout has other directories, and leaves these alone.
+LAYOUT: Final = "v1"
+# Others need shared memory, too.
+_MEMORY_SHARE: Final = 0.5
+# No server that could be dead: what is slow here is the host, and in its place there is nothing better.
+_LOCAL_TIMEOUT_S: Final = 2.0
+
+
+def open_store(
+    url: str,
+    *,
+    memory_bytes: int,
+    disk_bytes: int,
+    io_bytes: int,
+    timeout_s: float,
+    ttl_s: float | None,
+    value_bytes: Callable[[bytes], int] | None = None,
+) -> StoreClient:
+    """The store that `url` names. Bytes bound a local one, `ttl_s` the age of what servers keep unread.
+
+    For the others see StoreClient. Raises ValueError for another kind of URL, NodeFailed for a store that cannot be
+    used; a server that does not answer is no reason.
+    """
+    scheme, _, rest = url.partition(":")
+    if scheme == "local":
+        node = open_local(Path(rest) if rest else _cache_dir(), memory_bytes=memory_bytes, disk_bytes=disk_bytes)
+        return StoreClient(
+            [node], io_bytes=io_bytes, timeout_s=max(timeout_s, _LOCAL_TIMEOUT_S), value_bytes=value_bytes
+        )
+    if scheme == "redis":
+        from epd.cache.l3.placement import Placement
+        from epd.cache.l3.redis_node import RedisNode
+
+        nodes: list[StoreNode] = [RedisNode(part, ttl_s=ttl_s) for part in url.split(",")]
+        return StoreClient(
+            nodes,
+            placement=Placement([node.name for node in nodes]),
+            io_bytes=io_bytes,
+            timeout_s=timeout_s,
+            value_bytes=value_bytes,
+        )
+    raise ValueError(f"a KV store is local, local:/DIR or redis://HOST:PORT/DB, but not {scheme!r}")
+
+
+def open_local(directory: Path, *, memory_bytes: int, disk_bytes: int) -> LocalNode:
+    """This process's part in the local store of a directory. Raises NodeFailed."""
+    try:
+        space = os.statvfs(SHARED_MEMORY)
+    except OSError as error:
+        raise NodeFailed(f"a local KV store needs {SHARED_MEMORY}: {error.strerror}") from error
+    most_bytes = int(space.f_frsize * space.f_blocks * _MEMORY_SHARE)
+    if memory_bytes > most_bytes:
+        logger.warning(
+            "the local KV store takes %d MiB of memory instead of %d: half of what %s has",
+            most_bytes >> 20,
+            memory_bytes >> 20,
+            SHARED_MEMORY,
+        )
+    return LocalNode(
+        hot_root(directory), cold_root(directory), memory_bytes=min(memory_bytes, most_bytes), disk_bytes=disk_bytes
+    )
+
+
+def hot_root(directory: Path) -> Path:
+    """Where the local store of a directory keeps its memory: one place for each user, layout and directory."""
+    name = xxhash.xxh3_64_hexdigest(os.fsencode(os.path.realpath(directory.expanduser())))
+    return SHARED_MEMORY / f"mimo-kv-{os.geteuid()}-{LAYOUT}-{name}"
+
+
+def cold_root(directory: Path) -> Path:
+    """Where it keeps its files."""
+    return directory.expanduser() / f"mimo-kv-{LAYOUT}"
+
+
+def _cache_dir() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "mimo-epd" / "kv"
