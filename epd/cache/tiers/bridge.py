@@ -19,12 +19,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from epd.cache.l3.base import StoreStats
+from epd.cache.tiers.asking import Asker
 from epd.cache.tiers.belief import Belief
 from epd.cache.tiers.host import HostTier
 from epd.cache.tiers.inbox import Inbox
 from epd.cache.tiers.incoming import Incoming
 from epd.cache.tiers.keepalive import KeepAlive
-from epd.cache.tiers.ports import HostPools, PageStore, PageView, store_key
+from epd.cache.tiers.ports import HostPools, PageStore, PageView, both_keys
 from epd.cache.tiers.prefetch import Prefetcher
 from epd.cache.tiers.reach import Above
 from epd.cache.tiers.writeback import WriteBack
@@ -123,12 +124,11 @@ class StoreBridge:
         self._incoming = Incoming(
             store, pools, view, self._inbox, batch_pages=settings.read_pages, on_landed=self._landed
         )
+        self._asker = Asker(store, self._belief, self._inbox, clock=clock)
         self._prefetcher = Prefetcher(
-            store,
             pools,
             self._incoming,
-            self._belief,
-            self._inbox,
+            self._asker,
             clock=clock,
             page_size=page_size,
             window_pages=window_pages,
@@ -207,7 +207,7 @@ class StoreBridge:
     def condemn(self, keys: Sequence[bytes]) -> None:
         """Pages of these keys hold what they should not: the store is to forget them, and none is fetched until it was
         saved anew."""
-        store_keys = _both(keys)
+        store_keys = both_keys(keys)
         self._belief.forget_everywhere(store_keys)
         self._writeback.condemn(keys, _first(keys))
         self._incoming.condemn(keys)
@@ -229,7 +229,7 @@ class StoreBridge:
 
     def bridge_stats(self) -> BridgeStats:
         return BridgeStats(
-            prefetch=dict(self._prefetcher.counters),
+            prefetch=dict(self._prefetcher.counters + self._asker.counters),
             incoming=dict(self._incoming.counters),
             writeback=dict(self._writeback.counters),
             keepalive=dict(self._keepalive.counters),
@@ -257,7 +257,7 @@ class StoreBridge:
 
     def _num_moved_keys(self) -> int:
         """Keys the store was asked for, gave or took so far."""
-        asked = self._prefetcher.counters["asked_keys"] + self._incoming.counters["asked"]
+        asked = self._asker.counters["asked_keys"] + self._incoming.counters["asked"]
         return asked + self._writeback.counters["written"] + self._writeback.counters["refused"]
 
     def _landed(self, place: str, group: str, came: Sequence[bytes], missed: Sequence[bytes]) -> None:
@@ -269,7 +269,3 @@ class StoreBridge:
 def _first(keys: Sequence[bytes]) -> str:
     """The group of those who named no session: all that begins alike."""
     return keys[0].hex() if keys else ""
-
-
-def _both(keys: Sequence[bytes]) -> list[bytes]:
-    return [store_key(kind, key) for key in keys for kind in ("full", "window")]

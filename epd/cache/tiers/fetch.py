@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -39,6 +40,8 @@ class Fetch:
     reach_limit: int = 0
     """And no further than this."""
     stored: dict[PageKind, set[int]] = field(default_factory=lambda: {"full": set(), "window": set()})
+    lacking: set[int] = field(default_factory=set)
+    """Windows that the store lacks."""
     probe: WindowProbe | None = None
     boundary: int | None = None
     """The boundary whose windows are fetched."""
@@ -100,6 +103,16 @@ class Fetch:
         if self.heal_pages is not None and reach - boundary > self.heal_pages:
             return reach
         return min(reach, boundary)
+
+    def learn(self, kind: PageKind, pages: Sequence[int], there: Sequence[bool]) -> None:
+        """What the store says of these pages."""
+        for page, is_there in zip(pages, there, strict=True):
+            if is_there:
+                self.stored[kind].add(page)
+            elif kind == "full":
+                self.reach_limit = min(self.reach_limit, page)
+            else:
+                self.lacking.add(page)
 
     def plan(self, usable: int, pools: HostPools) -> None:
         """Reach, boundary and stop, with what device and host have now; `usable` of it at once."""

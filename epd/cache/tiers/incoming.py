@@ -173,13 +173,16 @@ class Incoming:
         self._settle(call)
 
     def _done(self, call: _Call, place: str, came: tuple[bool, ...]) -> None:
-        for index, is_there in enumerate(came):
-            self._key_done(call, index, is_there)
+        # What was not answered by now was not looked for: that says nothing.
+        unanswered = [index for index, page in enumerate(call.pages) if page.state == "coming"]
+        call.absent, absent = [], call.absent
+        for index in unanswered:
+            self._key_done(call, index, came[index])
         call.is_over = True
         self._calls.discard(call)
         self._settle(call)
         taken = [store_key(page.kind, page.key) for page in call.pages if page.state == "arrived"]
-        self._on_landed(place, call.group, taken, call.absent)
+        self._on_landed(place, call.group, taken, absent)
 
     def _miss(self, page: IncomingPage) -> None:
         page.state = "missed"

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, Literal, Protocol
 
 from epd.cache.l3.base import Buffer, StoreStats
 from epd.cache.tiers.host import HostPool
 
-__all__ = ["Cancel", "HostPools", "OnKey", "OnKeys", "PageKind", "PageStore", "PageView", "store_key"]
+__all__ = [
+    "KINDS",
+    "Cancel",
+    "HostPools",
+    "OnKey",
+    "OnKeys",
+    "PageKind",
+    "PageStore",
+    "PageView",
+    "both_keys",
+    "store_key",
+]
 
 PageKind = Literal["full", "window"]
+KINDS: Final[tuple[PageKind, ...]] = ("full", "window")
 PageView = Callable[[PageKind, int], memoryview]
 """The bytes of one host page, writable and contiguous."""
 HostPools = Mapping[PageKind, HostPool]
@@ -67,3 +79,8 @@ class PageStore(Protocol):
 def store_key(kind: PageKind, key: bytes) -> bytes:
     """A page's name in the store: the pools' pages of one key lie side by side."""
     return (b"f" if kind == "full" else b"w") + key
+
+
+def both_keys(keys: Iterable[bytes]) -> list[bytes]:
+    """What the store may hold of these pages."""
+    return [store_key(kind, key) for key in keys for kind in KINDS]

@@ -15,14 +15,12 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Final
 
-from epd.cache.tiers.belief import Belief
+from epd.cache.tiers.asking import Asker
 from epd.cache.tiers.fetch import Fetch, Outcome
-from epd.cache.tiers.inbox import Inbox
 from epd.cache.tiers.incoming import Incoming
-from epd.cache.tiers.ports import HostPools, PageKind, PageStore, store_key
+from epd.cache.tiers.ports import HostPools, PageKind
 from epd.cache.tiers.reach import Above, WindowProbe
 
 __all__ = ["Prefetcher"]
@@ -34,15 +32,13 @@ _MAX_CONDEMNED: Final = 1 << 16
 
 
 class Prefetcher:
-    """Owned by the engine thread; the store's answers come through the inbox."""
+    """Owned by the engine thread. Answers and pages arrive in between: `tick` acts on them."""
 
     def __init__(
         self,
-        store: PageStore,
         pools: HostPools,
         incoming: Incoming,
-        belief: Belief,
-        inbox: Inbox,
+        asker: Asker,
         *,
         clock: Callable[[], float],
         page_size: int,
@@ -55,11 +51,9 @@ class Prefetcher:
     ) -> None:
         """`batch_keys`: asked for at once. `heal_pages`: more full pages than this are fetched beyond the last whole
         window; None: none are."""
-        self._store = store
         self._pools = pools
         self._incoming = incoming
-        self._belief = belief
-        self._inbox = inbox
+        self._asker = asker
         self._clock = clock
         self._page_size = page_size
         self._window_pages = window_pages
@@ -72,7 +66,7 @@ class Prefetcher:
         # Those under way, and those that ended: the first of these has the earliest end of lease.
         self._active: dict[str, Fetch] = {}
         self._ended: OrderedDict[str, Fetch] = OrderedDict()
-        self._to_collect: list[str] = []
+        self._to_collect: dict[str, None] = {}
         self._condemned: OrderedDict[bytes, None] = OrderedDict()
         self.counters: Counter[str] = Counter()
 
@@ -129,8 +123,9 @@ class Prefetcher:
 
     def collect(self) -> tuple[str, ...]:
         """Requests whose prefetch ended since the last call, in the order of their ends."""
-        ended, self._to_collect = self._to_collect, []
-        return tuple(request_id for request_id in ended if request_id in self._ended)
+        ended = tuple(self._to_collect)
+        self._to_collect.clear()
+        return ended
 
     def forget(self, request_id: str) -> None:
         """The request has its pages, or needs none: let go of what was held for it. An unknown one is no error."""
@@ -200,7 +195,7 @@ class Prefetcher:
             if not fetch.is_obtainable("full", page, pool):
                 batch.append(page)
         if batch:
-            self._ask(fetch, "full", batch)
+            self._asker.ask(fetch, "full", batch)
         else:
             self._probe_windows(fetch)
 
@@ -218,53 +213,33 @@ class Prefetcher:
         probe, pool, usable = fetch.probe, self._pools["window"], fetch.usable(self._pools)
         assert probe is not None
         while fetch.deepest(fetch.reach, usable, self._pools) is None:
-            batch = probe.next_batch(lambda page: fetch.is_obtainable("window", page, pool))
+            batch = probe.next_batch(lambda page: page in fetch.lacking or fetch.is_obtainable("window", page, pool))
             if batch:
-                self._ask(fetch, "window", batch)
+                self._asker.ask(fetch, "window", batch)
                 return
             if probe.is_exhausted:
                 break
         fetch.stage = "starting"
 
-    def _ask(self, fetch: Fetch, kind: PageKind, pages: list[int]) -> None:
-        keys = [store_key(kind, fetch.keys[page]) for page in pages]
-        answered = partial(self._answered, fetch, kind, self._store.place(fetch.group), pages, keys)
-        fetch.is_asking = True
-        self.counters["asks"] += 1
-        self.counters["asked_keys"] += len(keys)
-        self._store.exists(
-            fetch.group,
-            keys,
-            deadline_s=fetch.deadline_s,
-            on_done=lambda there: self._inbox.post(partial(answered, there)),
-        )
-
-    def _answered(
-        self, fetch: Fetch, kind: PageKind, place: str, pages: list[int], keys: list[bytes], there: tuple[bool, ...]
-    ) -> None:
-        answers = list(zip(pages, keys, there, strict=True))
-        self._belief.confirm(place, [key for _, key, is_there in answers if is_there], self._clock())
-        self._belief.forget(place, [key for _, key, is_there in answers if not is_there])
-        fetch.is_asking = False
-        for page, _, is_there in answers:
-            if is_there:
-                fetch.stored[kind].add(page)
-            elif kind == "full":
-                fetch.reach_limit = min(fetch.reach_limit, page)
-
     def _start(self, fetch: Fetch) -> None:
         """Reserve what is to come, as far as there is room, and have it read. Waits for pages that others still use."""
-        usable = fetch.usable(self._pools)
+        usable, reach = fetch.usable(self._pools), min(fetch.reach, fetch.reach_limit)
         fetch.plan(usable, self._pools)
+        if fetch.reach < reach:
+            # The host had more a while ago; the store may have it too.
+            fetch.stage = "asking_full"
+            self._advance(fetch)
+            return
         if not fetch.wanted(self._pools):
             self._end(fetch, "miss")
             return
         planned = fetch.stop, fetch.boundary
-        if not self._are_free(fetch):
-            return
         fetch.hold(self._pools)
-        self._fit(fetch, usable)
+        if self._are_free(fetch):
+            self._fit(fetch, usable)
         if not self._are_free(fetch):
+            # It may turn out that they do not come, so the next look begins from the start.
+            fetch.reach, fetch.stage = 0, "asking_full"
             return
         fetch.hold(self._pools)
         if (fetch.stop, fetch.boundary) != planned:
@@ -344,6 +319,7 @@ class Prefetcher:
         missed = [page for page, state in windows.items() if state == "missed"]
         if missed:
             fetch.stored["window"].difference_update(missed)
+            fetch.lacking.update(missed)
             self._again(fetch)
         elif fetch.frontier >= fetch.stop and all(state == "ready" for state in windows.values()):
             self._end(fetch, "hit")
@@ -392,9 +368,10 @@ class Prefetcher:
         fetch.stage, fetch.lease_s = "ended", self._clock() + self._lease_s
         del self._active[fetch.request_id]
         self._ended[fetch.request_id] = fetch
-        self._to_collect.append(fetch.request_id)
+        self._to_collect[fetch.request_id] = None
 
     def _let_go(self, fetch: Fetch) -> None:
         fetch.let_go(self._pools)
         del self._fetches[fetch.request_id]
         del self._ended[fetch.request_id]
+        self._to_collect.pop(fetch.request_id, None)
