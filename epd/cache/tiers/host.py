@@ -17,13 +17,16 @@ pinned it; no lookup finds it, and it is free when he is done. Its key cannot be
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from epd.kv.errors import PageStateError
 from epd.kv.numbers import require_at_least
 
 __all__ = ["HostPool", "HostPoolStats", "HostStats", "HostTier"]
+
+_BLOCK_PAGES = 256
+"""Keys that are looked up in one go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,10 @@ class HostPool:
         """The most pages reserve() can give now."""
         return len(self._free) + len(self._evictable)
 
+    def num_evictable_of(self, keys: Iterable[bytes]) -> int:
+        """How many of these keys have an evictable page."""
+        return sum(map(self._evictable.__contains__, keys))
+
     def get(self, key: bytes) -> int | None:
         """The ready page of that key."""
         return self._ready.get(key)
@@ -110,6 +117,10 @@ class HostPool:
             return list(map(self._ready.__getitem__, keys))
         except KeyError as error:
             raise PageStateError(f"host {self.name} pool: no ready page of key {error.args[0]!r}") from None
+
+    def ready(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those that have a ready page."""
+        return list(filter(self._ready.__contains__, keys))
 
     def knows(self, key: bytes) -> bool:
         """Whether there is a page of that key, ready or not."""
@@ -126,11 +137,11 @@ class HostPool:
 
     def num_leading(self, keys: Sequence[bytes], start: int, stop: int) -> int:
         """The first index in `[start, stop)` whose key has no ready page, else `stop`."""
-        ready = self._ready
-        for index in range(start, stop):
-            if keys[index] not in ready:
-                return index
-        return stop
+        return _first_without(self._ready, keys, start, stop)
+
+    def num_known(self, keys: Sequence[bytes], start: int, stop: int) -> int:
+        """The first index in `[start, stop)` whose key has no page in any state, else `stop`."""
+        return _first_without(self._roots, keys, start, stop)
 
     def reserve(self, keys: Sequence[bytes], *, root: bytes = b"") -> list[int] | None:
         """Pages for keys that have none, to be filled; evicts for them. None, with nothing changed, if pages in use
@@ -266,6 +277,15 @@ class HostPool:
         for key in keys:
             if key not in self._filling and (key not in self._doomed or key in self._pins):
                 raise PageStateError(f"host {self.name} pool: a key is published that nobody was filling")
+
+
+def _first_without(known: Mapping[bytes, object], keys: Sequence[bytes], start: int, stop: int) -> int:
+    """The first index in `[start, stop)` of a key that is not known: in blocks, each without a loop in Python."""
+    for first in range(start, stop, _BLOCK_PAGES):
+        found = list(map(known.__contains__, keys[first : min(first + _BLOCK_PAGES, stop)]))
+        if not all(found):
+            return first + found.index(False)
+    return max(start, stop)
 
 
 class HostTier:

@@ -12,18 +12,23 @@ Without a host tier it is the device's prefix cache and nothing else.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from epd.cache.l3.base import StoreStats
 from epd.cache.prefix import CacheStats, PrefixCache, PrefixHit
 from epd.cache.retention import RetentionPolicy
 from epd.cache.sequence_pages import SequencePages
-from epd.cache.tiers.host import HostTier
+from epd.cache.tiers.backup import Backups, HitCounts
+from epd.cache.tiers.hit import joint_hit
+from epd.cache.tiers.host import HostStats, HostTier
+from epd.cache.tiers.loads import Loads, RowPlan
+from epd.cache.tiers.staging import StagedPages, StagedPagesLost, Staging
+from epd.cache.window import window_floor
 from epd.kv.copies import PageMover
 from epd.kv.numbers import require_at_least
 
-__all__ = ["StagedPages", "StoreLink", "TieredCache"]
+__all__ = ["StagedPages", "StagedPagesLost", "StoreLink", "TieredCache"]
 
 
 class StoreLink(Protocol):
@@ -49,19 +54,6 @@ class StoreLink(Protocol):
     def stats(self) -> StoreStats: ...
 
 
-@dataclass(frozen=True, slots=True)
-class StagedPages:
-    """Host pages for KV that came from another worker: (page of the sequence, host page) to be written, of each pool.
-
-    Pages of the sequence that are not named are in host memory already. A last page that is not full is named too.
-    """
-
-    keys: tuple[bytes, ...]
-    num_tokens: int
-    full: tuple[tuple[int, int], ...]
-    window: tuple[tuple[int, int], ...]
-
-
 class TieredCache:
     """Single-threaded: the engine thread owns all books. Copies run elsewhere and touch bytes only."""
 
@@ -85,8 +77,7 @@ class TieredCache:
             raise ValueError("a store is given and no host tier; allowed: a store with one, since KV passes through it")
         self.device = device
         self.host = host
-        self._mover = mover
-        self._store = store
+        self._below = None if host is None or mover is None else _Below(device, host, mover, store, hit_threshold)
 
     @property
     def page_size(self) -> int:
@@ -111,14 +102,22 @@ class TieredCache:
     @property
     def next_event_pending(self) -> bool:
         """Whether copies are under way or queued, or calls of the store: poll() will have something to do soon."""
-        return self._store is not None and self._store.is_busy
+        return self._below is not None and self._below.is_busy
 
     def match(self, keys: Sequence[bytes], num_tokens: int) -> PrefixHit:
         """Longest usable prefix over device and host together, at most `num_tokens - 1`. Changes nothing.
 
         As PrefixCache.match(): every full page of it, and every window page its end needs, is in one of the two.
         """
-        return self.device.match(keys, num_tokens)
+        if self._below is None:
+            return self.device.match(keys, num_tokens)
+        require_at_least(0, num_tokens=num_tokens)
+        joint, page_size = joint_hit(self.device, self._below.host, keys, num_tokens), self.page_size
+        return PrefixHit(
+            joint.num_pages * page_size,
+            joint.num_reached_pages * page_size,
+            max(0, joint.num_pages - joint.walk.num_pages) * page_size,
+        )
 
     def fits(
         self,
@@ -131,6 +130,13 @@ class TieredCache:
     ) -> bool:
         """Whether so many device pages could be had now beside those that resume(keys, num_tokens, None,
         full_only=full_only) takes or leases. Changes nothing. Raises ValueError for a negative number."""
+        if self._below is not None and keys:
+            require_at_least(0, num_full=num_full, num_window=num_window, num_tokens=num_tokens)
+            plan = self._below.plan(keys, num_tokens, None, full_only=full_only)
+            if plan.copies:
+                needed_full, needed_window = self._below.loads.room_needed(plan.row)
+                num_window = num_window if self.window_pages else 0
+                return self.device.has_room(num_full + needed_full, num_window + needed_window)
         return self.device.fits(num_full, num_window, keys=keys, num_tokens=num_tokens, full_only=full_only)
 
     def begin(
@@ -154,60 +160,237 @@ class TieredCache:
         takes full pages as far as they reach and no window, as in PrefixCache.begin(). Raises NoPages, with nothing
         changed, when there is no room for the pages to be copied to, and ValueError for a negative number.
         """
-        return self.device.begin(keys, num_tokens, max_cached_tokens=hit_tokens, full_only=full_only)
+        if self._below is None:
+            return self.device.begin(keys, num_tokens, max_cached_tokens=hit_tokens, full_only=full_only)
+        require_at_least(0, num_tokens=num_tokens)
+        if hit_tokens is not None:
+            require_at_least(0, hit_tokens=hit_tokens)
+        return self._below.resume(keys, num_tokens, hit_tokens, full_only=full_only)
 
     def ended(self, keys: Sequence[bytes], num_pages: int, *, group: str = "") -> None:
         """A request is over that has left `num_pages` pages of `keys`: the host gets what it lacks of them.
 
-        Call it after the row's finish(). `group` names the session, for the store.
+        Call it after the row's finish(). `group` names the session, for the store; "": all that begins alike is one.
         """
+        if self._below is not None:
+            self._below.keep(keys, num_pages, group, tells_all=True)
 
     def prefilled(self, keys: Sequence[bytes], num_pages: int, *, group: str = "") -> None:
-        """The first `num_pages` pages of a prompt are computed and committed: the host gets what it lacks of them."""
+        """The first `num_pages` pages of a prompt are computed and committed: the host gets what it lacks of them, the
+        window at their end among it."""
+        if self._below is not None:
+            self._below.keep(keys, num_pages, group, tells_all=False)
 
     def admitted(self, keys: Sequence[bytes], hit: PrefixHit, *, group: str = "") -> None:
         """A sequence was given pages for `hit`: uses are noted in every tier, and what was hit often is saved."""
+        if self._below is not None:
+            self._below.admitted(keys, hit, group)
 
     def condemn(self, keys: Sequence[bytes]) -> None:
         """Some page of this path holds wrong KV, nobody knows which: no tier may find it, or what was built on it.
 
-        Call it beside the row's condemn().
+        Call it after the row's condemn(). O(pages of the host).
         """
+        if keys:
+            self.device.ledger.condemn(keys[0])
+            if self._below is not None:
+                self._below.condemn(keys)
 
     def stage(self, keys: Sequence[bytes], num_tokens: int) -> StagedPages | None:
         """Host pages for the KV of `num_tokens` tokens that has arrived from another worker: what the host lacks, the
         windows of the end among it. None, with nothing changed, without a host tier or room in it.
 
-        The caller writes the pages named, and then calls resume_staged() or unstage(), once.
+        The caller writes the pages named before the next poll(), and calls resume_staged() or unstage(), once.
         """
-        return None
+        require_at_least(1, num_tokens=num_tokens)
+        return None if self._below is None else self._below.staging.stage(keys, num_tokens)
 
     def resume_staged(self, staged: StagedPages) -> SequencePages:
         """The row of a staged sequence with room for its tokens: what the device has is leased, the rest is copied.
 
-        Commit its tokens with `commit(staged.num_tokens, keys)`. Raises NoPages with nothing changed; it may be tried
-        again. The staged pages that are whole stay in host memory, for others to find.
+        Commit its tokens with `commit(staged.num_tokens, keys)`. The staged pages that are whole stay in host memory,
+        for others to find. Raises NoPages with nothing changed; it may be tried again, unless it is StagedPagesLost.
         """
-        raise ValueError("nothing can have been staged: there is no host tier")
+        if self._below is None:
+            raise ValueError("nothing can have been staged: there is no host tier")
+        return self._below.staging.take(staged)
 
     def unstage(self, staged: StagedPages) -> None:
         """Give up what was staged, written or not."""
+        if self._below is None:
+            raise ValueError("nothing can have been staged: there is no host tier")
+        self._below.staging.give_up(staged)
 
     def poll(self) -> None:
         """Once per step: books the copies that are over and starts those that wait."""
+        if self._below is not None:
+            self._below.poll()
 
     def window_frontier(self, num_tokens: int) -> int:
         """As PrefixCache.window_frontier()."""
         return self.device.window_frontier(num_tokens)
 
     def clear(self) -> int:
-        """Drop everything nobody uses, on the device and in host memory; returns the device's full pages freed."""
+        """Drop everything nobody uses, on the device and in host memory; returns the device's full pages freed. A
+        store keeps what it has."""
+        if self._below is not None:
+            self._below.clear()
         return self.device.clear()
 
     def stats(self) -> CacheStats:
         """Page states and counters of all tiers."""
-        return self.device.stats()
+        stats = self.device.stats()
+        if self._below is None:
+            return stats
+        store = self._below.store
+        return replace(stats, host=self._below.stats(), store=None if store is None else store.stats())
 
     def check(self) -> None:
         """Raise PageStateError unless every page of every pool is accounted for exactly once."""
         self.device.check()
+        if self._below is not None:
+            self._below.host.check()
+
+
+@dataclass(frozen=True, slots=True)
+class _ResumePlan:
+    """What resume() would do: lease alone, or copy as well."""
+
+    row: RowPlan
+    full_only: bool
+    copies: bool
+
+
+class _Below:
+    """What is below the device: the host's books, the copies between the two, the store behind the host."""
+
+    def __init__(
+        self, device: PrefixCache, host: HostTier, mover: PageMover, store: StoreLink | None, hit_threshold: int
+    ) -> None:
+        self.host = host
+        self.store = store
+        self.loads = Loads(device, host, mover)
+        self.backups = Backups(device, host, mover, settle_loads=self.loads.settle)
+        self.staging = Staging(device, host, self.loads, settle=self.backups.wait)
+        self._device = device
+        self._hits = HitCounts(host, hit_threshold)
+        self._kept_pages = device.window_pages + device.retention.tail_pages if device.window_pages else 0
+        self._num_hit_tokens = 0
+        device.ledger.witness = self.backups
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(
+            self.loads.num_pending or self.backups.num_pending or (self.store is not None and self.store.is_busy)
+        )
+
+    def poll(self) -> None:
+        self.staging.written()
+        self.loads.poll()
+        self.backups.poll()
+        if self.store is not None:
+            self.store.poll()
+
+    def plan(self, keys: Sequence[bytes], num_tokens: int, hit_tokens: int | None, *, full_only: bool) -> _ResumePlan:
+        device, page_size = self._device, self._device.page_size
+        joint = found = joint_hit(device, self.host, keys, num_tokens)
+        if hit_tokens is not None and hit_tokens < joint.num_reached_pages * page_size:
+            found = joint_hit(device, self.host, keys, min(num_tokens, hit_tokens + 1))
+        num_pages = found.num_reached_pages if full_only else found.num_pages
+        row = RowPlan(
+            names=keys,
+            walk=found.walk,
+            num_pages=num_pages,
+            window_start=num_pages if full_only else window_floor(num_pages, device.window_pages),
+            num_prompt_tokens=num_tokens,
+            usable_pages=joint.num_pages,
+            reached_pages=joint.num_reached_pages,
+            num_ready_tokens=num_pages * page_size,
+        )
+        return _ResumePlan(row, full_only, num_pages > (found.walk.num_pages if full_only else found.walk.usable_pages))
+
+    def resume(
+        self, keys: Sequence[bytes], num_tokens: int, hit_tokens: int | None, *, full_only: bool
+    ) -> SequencePages:
+        plan = self.plan(keys, num_tokens, hit_tokens, full_only=full_only)
+        if plan.copies:
+            row = self.loads.start(plan.row)
+            self._num_hit_tokens += (plan.row.num_pages - plan.row.num_leased_pages) * self._device.page_size
+            return row
+        return self._device.open_row(
+            keys,
+            num_tokens,
+            num_leased_pages=plan.row.num_pages,
+            with_window=not full_only,
+            usable_pages=plan.row.usable_pages,
+            reached_pages=plan.row.reached_pages,
+            counted_pages=(plan.row.num_pages, plan.row.reached_pages),
+        )
+
+    def keep(self, keys: Sequence[bytes], num_pages: int, group: str, *, tells_all: bool) -> None:
+        """The host gets what it lacks of a path and of the window at its end; then the store is told of that or, if
+        it `tells_all`, of everything the host has of the path."""
+        path = keys[:num_pages]
+        if not path:
+            return
+        group = group or path[0].hex()
+
+        def saved(full_keys: Sequence[bytes], window_keys: Sequence[bytes]) -> None:
+            if self.store is None:
+                return
+            if tells_all:
+                full_keys, window_keys = self.host.full.ready(path), self.host.window.ready(path)
+            if full_keys or window_keys:
+                self.store.saved(full_keys, window_keys, group)
+
+        if not self.backups.save_path(path, len(path), len(path) - self._kept_pages, on_saved=saved) and tells_all:
+            saved((), ())
+
+    def admitted(self, keys: Sequence[bytes], hit: PrefixHit, group: str) -> None:
+        page_size = self._device.page_size
+        num_pages, reached = hit.num_tokens // page_size, hit.num_full_only_tokens // page_size
+        window_start = max(0, num_pages - self._kept_pages)
+        self.host.full.touch(keys[:reached])
+        self.host.window.touch(keys[window_start:num_pages])
+        if num_pages == 0:
+            return
+        group = group or keys[0].hex()
+        if self.store is not None:
+            self.store.touch_hot(keys[:num_pages], group)
+        hot = self._hits.count(keys, num_pages, window_floor(num_pages, self._device.window_pages))
+        if hot:
+            store = self.store
+            saved = None if store is None else lambda full, window: store.saved(full, window, group)
+            self.backups.save_path(keys, hot, window_start if hot == num_pages else hot, on_saved=saved)
+
+    def condemn(self, keys: Sequence[bytes]) -> None:
+        root = keys[0]
+        self.loads.condemn(root)
+        gone = dict.fromkeys([*keys, *self.host.full.condemn(root), *self.host.window.condemn(root)])
+        if self.store is not None:
+            self.store.condemn(list(gone))
+
+    def clear(self) -> None:
+        self.backups.wait()
+        self.host.full.clear()
+        self.host.window.clear()
+
+    def stats(self) -> HostStats:
+        loads, backups = self.loads, self.backups
+        return HostStats(
+            full=self.host.full.stats(),
+            window=self.host.window.stats(),
+            num_hit_tokens=self._num_hit_tokens,
+            num_loads=loads.num_loads,
+            num_loaded_full_pages=loads.num_full_pages,
+            num_loaded_window_pages=loads.num_window_pages,
+            num_local_window_pages=loads.num_local_window_pages,
+            num_failed_loads=loads.num_failed,
+            num_saves=backups.num_saves,
+            num_saved_full_pages=backups.num_full_pages,
+            num_saved_window_pages=backups.num_window_pages,
+            num_failed_saves=backups.num_failed,
+            num_unsaved_pages=backups.num_unsaved_pages,
+            num_rescued_pages=backups.num_rescued_pages,
+            num_pending_copies=loads.num_pending + backups.num_pending,
+        )
