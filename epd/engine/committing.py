@@ -12,8 +12,8 @@ import logging
 from epd.cache.tiers.tiered import TieredCache
 from epd.engine.clock import Clock
 from epd.engine.handoff import draft_tail
-from epd.engine.plan import NOT_FINITE, KvImport, SequenceStep, StepOutcome, StepPlan, StepResult
-from epd.engine.roster import Arrived, Roster
+from epd.engine.plan import NOT_FINITE, Failure, KvImport, SequenceStep, StepOutcome, StepPlan, StepResult
+from epd.engine.roster import Roster
 from epd.engine.sampler import SampledToken
 from epd.engine.sequence import Sequence
 from epd.kv.copies import CopyFailed, CopyTicket
@@ -49,12 +49,9 @@ class Committer:
     def undo(self, plan: StepPlan) -> None:
         """The plan was not computed, since something it was to read has not arrived. Raises CopyFailed if that is not
         so: then nobody knows why it was not."""
-        for planned in reversed(plan.imports):
-            sequence = self._roster.running.pop(planned.request_id)
-            assert sequence.pages is not None
-            sequence.pages.abort()
-            sequence.reset()
-            self._roster.arrived.appendleft(Arrived(sequence, planned.held))
+        for planned in plan.imports:
+            # Written before anything is computed, or not read by it.
+            self._commit_import(planned)
         missing = [step.request_id for step in plan.steps if not self._has_arrived(step)]
         if not missing:
             raise CopyFailed("a step was given up for a copy that did not fail")
@@ -73,8 +70,12 @@ class Committer:
     def _commit_import(self, planned: KvImport) -> None:
         sequence, transfer = self._roster.running[planned.request_id], planned.held.transfer
         assert sequence.pages is not None
+        try:
+            sequence.pages.commit(transfer.num_tokens, sequence.chain.keys)
+        except CopyFailed as error:
+            self._roster.fail(sequence, Failure(503, "kv_lost", f"KV was lost on its way: {error}", retryable=True))
+            return
         self._roster.counters.imports += 1
-        sequence.pages.commit(transfer.num_tokens, sequence.chain.keys)
         sequence.num_computed = transfer.num_tokens
         sequence.first_token_s = sequence.admitted_s
         sequence.append(transfer.first_token)

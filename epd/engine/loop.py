@@ -3,10 +3,8 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
 
 from encoder.types import Goodbye
-from epd.cache.tiers.tiered import TieredCache
 from epd.engine.clock import Clock
 from epd.engine.departure import Departure
 from epd.engine.desk import HandoffDesk, Outcome, Ready, Refused
@@ -19,7 +17,8 @@ from epd.engine.report import worker_info
 from epd.engine.runner import Runner
 from epd.engine.scheduler import Scheduler
 from epd.engine.sequence import Sequence
-from epd.engine.settling import settle
+from epd.engine.staging import KvStager
+from epd.engine.tiers import Tiers
 from epd.kv.copies import CopyFailed
 from epd.transport.base import Endpoint, Message, Peer, PeerUnreachable, Received
 from epd.types import (
@@ -48,8 +47,6 @@ _IDLE_WAIT_S = 0.2
 _TRANSIT_WAIT_S = 0.005
 # When work is there but nothing can be planned (pages are held for a moment): no busy loop.
 _STALLED_WAIT_S = 0.002
-# At the end, for copies that are under way and for the store to take them.
-_SETTLE_S = 2.0
 
 
 class EngineLoop:
@@ -63,8 +60,8 @@ class EngineLoop:
         scheduler: Scheduler,
         runner: Runner,
         mover: KvMover,
-        cache: TieredCache,
-        close_store: Callable[[], None] = lambda: None,
+        tiers: Tiers,
+        stager: KvStager,
         feed: RowSupply,
         clock: Clock,
         peer_timeout_s: float,
@@ -75,8 +72,9 @@ class EngineLoop:
         self._scheduler = scheduler
         self._runner = runner
         self._mover = mover
-        self._cache = cache
-        self._close_store = close_store
+        self._tiers = tiers
+        self._cache = tiers.cache
+        self._stager = stager
         self._feed = feed
         self._clock = clock
         self._desk = HandoffDesk(orphan_timeout_s=peer_timeout_s, max_orphans=max_waiting)
@@ -106,10 +104,9 @@ class EngineLoop:
         the store gets what is still on its way there, within seconds."""
         try:
             self._run()
-            settle(self._cache, _SETTLE_S)
         finally:
             self._feed.close()
-            self._close_store()
+            self._tiers.close()
 
     def stop(self) -> None:
         """End `run` after the step at hand. Any thread or signal handler."""
@@ -390,8 +387,11 @@ class EngineLoop:
             num_running=self._scheduler.num_running,
             ready=not self._drain.is_set(),
             page_size=self._cache.page_size,
+            copies=self._tiers.copies(),
+            bridge=self._tiers.transfers(),
             others={
                 "handoff_bytes": self._handoff_bytes,
+                "unstaged_transfers": self._stager.num_unstaged,
                 "dropped_transfers": self._desk.num_dropped,
                 "dropped_messages": self._endpoint.num_dropped,
                 "failed_steps": self._failed_steps,

@@ -6,6 +6,7 @@ allocated. Between the lookup and the lease some of it may go; then less is reus
 
 import logging
 
+from epd.cache.sequence_pages import SequencePages
 from epd.cache.tiers.tiered import TieredCache
 from epd.engine.clock import Clock
 from epd.engine.fetching import PrefixSupply
@@ -13,6 +14,8 @@ from epd.engine.healing import Outlook, lease, pages_needed
 from epd.engine.plan import Failure, KvImport
 from epd.engine.roster import Arrived, Roster
 from epd.engine.sequence import Sequence
+from epd.engine.staging import KvStager
+from epd.kv.copies import DONE, CopyTicket
 from epd.kv.errors import NoPages
 
 logger = logging.getLogger(__name__)
@@ -30,6 +33,7 @@ class Placer:
         cache: TieredCache,
         prefixes: PrefixSupply,
         clock: Clock,
+        stager: KvStager | None,
         *,
         max_running: int,
         chunk_tokens: int,
@@ -38,6 +42,7 @@ class Placer:
         self._cache = cache
         self._prefixes = prefixes
         self._clock = clock
+        self._stager = stager
         self._max_running = max_running
         self._chunk_tokens = chunk_tokens
 
@@ -111,22 +116,50 @@ class Placer:
     def _by_tier(self, sequence: Sequence) -> tuple[int, int]:
         """Of the tokens that need no computing, those that the host had and those it was just given by the store."""
         assert sequence.pages is not None
-        start, stop = sequence.pages.num_published_pages * self._cache.page_size, sequence.num_computed
-        if start >= stop:
-            return 0, 0
-        first, last = self._prefixes.fetched_tokens(sequence.request_id)
-        num_store = max(0, min(stop, last) - max(start, first))
-        return stop - start - num_store, num_store
+        num_device = sequence.pages.num_published_pages * self._cache.page_size
+        num_loaded = max(0, sequence.num_computed - num_device)
+        num_store = min(num_loaded, self._prefixes.num_fetched_tokens(sequence.request_id))
+        return num_loaded - num_store, num_store
 
     def plan_imports(self) -> tuple[KvImport, ...]:
-        """Move arrived transfers to the device while there are places and pages. Retracted sequences go first."""
+        """Move arrived transfers to the device while there are places and pages. Retracted sequences go first. Those
+        for which there is none yet go to pages in host memory."""
         imports, roster = [], self._roster
         while roster.arrived and not roster.waiting.num_ready and len(roster.running) < self._max_running:
-            planned = self._plan_import(roster.arrived[0])
+            arrived = roster.arrived[0]
+            planned = self._plan_import(arrived) if arrived.held.staged is None else self._plan_load(arrived)
             if planned is None:
                 break
             imports.append(planned)
+        for arrived in roster.arrived:
+            if self._stager is not None and not arrived.is_offered:
+                arrived.is_offered = True
+                arrived.held = self._stager.stage(arrived.sequence.chain.keys, arrived.held)
         return tuple(imports)
+
+    def _plan_load(self, arrived: Arrived) -> KvImport | None:
+        """Of a transfer whose KV is in host memory."""
+        sequence, staged, running = arrived.sequence, arrived.held.staged, self._roster.running
+        assert staged is not None
+        num_pages = -(-staged.num_tokens // self._cache.page_size)
+        num_window = num_pages - self._cache.window_frontier(staged.num_tokens)
+        has_room = not running or self._cache.fits(
+            # Beside the last page, which is never found: the host has all the others.
+            1 + self._num_pages_to_come(),
+            num_window + len(running),
+            keys=staged.keys,
+            num_tokens=staged.num_tokens,
+            full_only=True,
+        )
+        if not has_room:
+            return None
+        try:
+            pages = self._cache.resume_staged(staged)
+        except NoPages as error:
+            if not running:
+                self._roster.fail(sequence, cannot_fit(sequence, error))
+            return None
+        return self._place(arrived, pages, len(pages.full_pages), pages.arrival or DONE)
 
     def _plan_import(self, arrived: Arrived) -> KvImport | None:
         sequence, transfer = arrived.sequence, arrived.held.transfer
@@ -144,11 +177,17 @@ class Placer:
             if not running:
                 self._roster.fail(sequence, cannot_fit(sequence, error))
             return None
+        return self._place(arrived, pages, num_shared_pages)
+
+    def _place(
+        self, arrived: Arrived, pages: SequencePages, num_shared_pages: int, arrival: CopyTicket | None = None
+    ) -> KvImport:
+        sequence = arrived.sequence
         self._roster.arrived.popleft()
         sequence.pages = pages
         sequence.admitted_s = self._clock.monotonic_s()
         self._roster.running[sequence.request_id] = sequence
-        return KvImport(sequence.request_id, arrived.held, sequence.page_table(), num_shared_pages)
+        return KvImport(sequence.request_id, arrived.held, sequence.page_table(), num_shared_pages, arrival)
 
     def _num_pages_to_come(self) -> int:
         """Full pages the running sequences still take for the tokens they have, and one or two each to go on with."""

@@ -70,10 +70,13 @@ class Counters:
     failed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Arrived:
+    """`is_offered`: the host was asked to keep its KV until there is a place; see staging.py."""
+
     sequence: Sequence
     held: HeldTransfer
+    is_offered: bool = False
 
 
 class Roster:
@@ -184,7 +187,7 @@ class Roster:
         self._prefixes.forget(request_id)
         self.running.pop(request_id, None)
         self.handoffs.pop(request_id, None)
-        self.arrived = deque(arrived for arrived in self.arrived if arrived.sequence is not sequence)
+        self._leave_arrived(sequence)
         if sequence.pages is not None:
             num_pages = sequence.pages.num_published_pages
             if keep:
@@ -196,3 +199,10 @@ class Roster:
         if sequence.decode_address is not None:
             # The decode worker expects KV that will not come.
             self.reply(Peer(b"", sequence.decode_address), Abort(request_id=request_id))
+
+    def _leave_arrived(self, sequence: Sequence) -> None:
+        left = [arrived for arrived in self.arrived if arrived.sequence is sequence]
+        for arrived in left:
+            self.arrived.remove(arrived)
+            if arrived.held.staged is not None:
+                self._cache.unstage(arrived.held.staged)

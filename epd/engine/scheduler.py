@@ -34,6 +34,7 @@ from epd.engine.plan import (
 )
 from epd.engine.roster import Arrived, Counters, Reply, Roster
 from epd.engine.sequence import Sequence, key_chain
+from epd.engine.staging import KvStager
 from epd.kv.errors import NoPages
 from epd.transport.base import Peer
 from epd.types import FinishReason, Role
@@ -65,14 +66,22 @@ class Scheduler:
         clock: Clock,
         supply: RowSupply,
         prefixes: PrefixSupply = NO_STORE,
+        stager: KvStager | None = None,
     ) -> None:
+        """Without a `stager` what arrives stays as it came until it has a place."""
         self._config = config
         self._cache = cache
         self._prefixes = prefixes
         line = WaitingLine(supply, prefixes, self._outlook, credit_tokens_per_s=config.waiting_credit_tokens_per_s)
         self._roster = Roster(clock, supply, prefixes, cache, line)
         self._placer = Placer(
-            self._roster, cache, prefixes, clock, max_running=config.max_running, chunk_tokens=config.chunk_tokens
+            self._roster,
+            cache,
+            prefixes,
+            clock,
+            stager,
+            max_running=config.max_running,
+            chunk_tokens=config.chunk_tokens,
         )
         self._committer = Committer(self._roster, cache, clock, role=config.role, eos_token_ids=config.eos_token_ids)
         self._is_draining = False

@@ -10,11 +10,8 @@ from dataclasses import dataclass
 from epd.cache.retention import RetentionPolicy
 from epd.config import DTYPE_BYTES, MAX_DRAFT_TOKENS, EngineConfig
 from epd.kv.errors import PoolTooSmall
-from epd.kv.layout import KvLayout, PoolPlan, plan_pools
+from epd.kv.layout import KvLayout, PoolPlan, plan_host, plan_pools
 from epd.model.config import TextConfig
-
-# Boundaries of a usual sequence that the host keeps whole windows of.
-_HOST_WINDOWS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,30 +90,21 @@ def plan_worker(config: EngineConfig, text: TextConfig, *, num_heads: int) -> Wo
 def _plan_host(
     config: EngineConfig, layout: KvLayout, retention: RetentionPolicy, expected_tokens: int
 ) -> PoolPlan | None:
-    """Split the host's budget as a kept sequence of the usual length needs it: all its full pages, and windows at the
-    ends of its prompt and of its answer. Nobody computes there, so there is no floor but one such boundary. None when
-    nothing is ever looked up. Raises PoolTooSmall."""
+    """None when nothing is ever looked up."""
     if not config.prefix_cache:
         return None
-    page_size = config.page_size
-    window_pages = -(-layout.window_tokens // page_size)
-    sequence_pages = -(-expected_tokens // page_size)
-    kept_pages = _HOST_WINDOWS * window_pages + retention.tail_pages if window_pages else 0
-    full_bytes, window_bytes = layout.full_page_bytes, layout.window_page_bytes
-    floor_bytes = full_bytes * bool(full_bytes) + (window_pages + 1) * window_bytes
-    budget_bytes = config.host_budget_bytes
-    if budget_bytes < floor_bytes:
-        raise PoolTooSmall(
-            f"engine.host_budget_bytes is {budget_bytes:,}; allowed: 0 for no host tier, or {floor_bytes:,} and more, "
-            f"which is one full page of {full_bytes:,} bytes and a window of {window_pages + 1} pages of "
-            f"{window_bytes:,} bytes"
+    try:
+        return plan_host(
+            layout,
+            config.host_budget_bytes,
+            expected_sequence_tokens=expected_tokens,
+            retention_stride_tokens=config.retention_stride_tokens,
+            tail_pages=retention.tail_pages,
         )
-    spare_bytes = budget_bytes - floor_bytes
-    share_bytes = sequence_pages * full_bytes + kept_pages * window_bytes
-    num_full = 1 + spare_bytes * sequence_pages // share_bytes if full_bytes else 0
-    left_bytes = budget_bytes - num_full * full_bytes
-    num_window = left_bytes // window_bytes if window_pages else 0
-    return PoolPlan(num_full, num_window, num_full * full_bytes + num_window * window_bytes)
+    except PoolTooSmall as error:
+        raise PoolTooSmall(
+            f"engine.host_budget_bytes is {config.host_budget_bytes:,}; allowed: 0 for no host tier, or more: {error}"
+        ) from error
 
 
 def _shares(config: EngineConfig, text: TextConfig, expected_tokens: int) -> str:

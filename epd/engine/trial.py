@@ -6,6 +6,7 @@ Everything below the transport is what a worker runs: scheduler, prefix cache, p
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from epd.transport.base import Message, Peer, Received
 from epd.types import Finish, FinishReason, GenerateRequest, SamplingParams, Submit, TokenDelta, Usage
 
 _FAR_OFF_S = 1e6
+# Longer than any copy or write of a trial takes; and between two looks at them.
+_SETTLE_S = 60.0
+_POLL_S = 0.0005
 _ASKER = Peer(b"trial")
 
 
@@ -87,6 +91,32 @@ class EngineTrial:
                     raise TrialFailed(f"{message.request_id}: {message.message}")
                 self.usage[message.request_id] = message.usage
         return num_tokens
+
+    def settle(self) -> None:
+        """Step until nothing is on its way between device, host and store. Raises TrialFailed."""
+        until_s = time.monotonic() + _SETTLE_S
+        while self._engine.cache.next_event_pending:
+            self.step()
+            if time.monotonic() > until_s:
+                raise TrialFailed(f"KV was still on its way between the tiers after {_SETTLE_S:g} s")
+            time.sleep(_POLL_S)
+
+    def forget(self, what: Literal["windows", "device", "host"]) -> None:
+        """Evict all windows from the device, or everything, or everything from the host's memory; the next tier gets
+        what it lacks of it, as when room is short. Nothing may be running."""
+        cache = self._engine.cache
+        if what == "host" and cache.host is not None:
+            cache.host.full.clear()
+            cache.host.window.clear()
+        elif what == "device":
+            cache.device.clear()
+        elif what == "windows":
+            cache.device.ledger.evict_window(cache.device.ledger.num_evictable_window)
+
+    def close(self) -> None:
+        """End the engine's threads; the store gets what is still on its way there, within seconds."""
+        self._engine.feed.close()
+        self._engine.tiers.close()
 
     def finish(self) -> None:
         """Step until every request has ended, and forget them all. Raises TrialFailed."""

@@ -18,6 +18,7 @@ from epd.engine.admission import Limits
 from epd.engine.clock import Clock
 from epd.engine.drafting import DraftPolicy
 from epd.engine.feed import EmbeddingFeed, RowSource
+from epd.engine.fetching import NO_STORE, StorePrefixes
 from epd.engine.graphs import DecodeGraphs, ScratchPages, make_graphs
 from epd.engine.handoff import KvMover
 from epd.engine.heal_cost import heal_cost
@@ -27,6 +28,8 @@ from epd.engine.row_source import HostSource
 from epd.engine.runner import Runner
 from epd.engine.scheduler import Scheduler, SchedulerConfig
 from epd.engine.sizing import WorkerPlan, count_heads, plan_worker
+from epd.engine.staging import KvStager
+from epd.engine.tiers import Tiers, build_tiers
 from epd.engine.tokens import count_token_ids
 from epd.kernels.backends import make_backend
 from epd.kernels.base import AttentionBackend
@@ -54,10 +57,14 @@ class Engine:
     """A built worker; the parts are for those who look inside (tests, metrics)."""
 
     loop: EngineLoop
-    cache: TieredCache
+    tiers: Tiers
     scheduler: Scheduler
     feed: EmbeddingFeed
     identity: WorkerIdentity
+
+    @property
+    def cache(self) -> TieredCache:
+        return self.tiers.cache
 
 
 def run_worker(config: EngineConfig, *, address: str) -> None:
@@ -154,7 +161,8 @@ def build_engine(
     storage = _storage(layout, pools, dtype, device, num_scratch=int(has_graphs))
     attention = make_backend(config.attention, storage, page_size=config.page_size, device_type=device.type)
     logger.info('attention over pages: "%s" on %s', attention.name, device)
-    cache = TieredCache(_cache(config, model.config, plan))
+    tiers = build_tiers(config, plan, model.config, _cache(config, model.config, plan), storage, wake=endpoint.wake)
+    cache = tiers.cache
     fingerprint = kv_fingerprint(config.model_dir, layout, arithmetic=kv_arithmetic(config))
     identity = _identity(config, model.config, pools)
     feed = EmbeddingFeed(
@@ -162,7 +170,15 @@ def build_engine(
         limit_bytes=config.embedding_buffer_bytes,
         wake=endpoint.wake,
     )
-    scheduler = Scheduler(_scheduler_config(config, model.config, identity, fingerprint), cache, clock, feed)
+    stager = KvStager(cache, tiers.host)
+    scheduler = Scheduler(
+        _scheduler_config(config, model.config, identity, fingerprint),
+        cache,
+        clock,
+        feed,
+        NO_STORE if tiers.bridge is None else StorePrefixes(cache, tiers.bridge, clock),
+        stager,
+    )
     text = model.config
     mover = KvMover(storage, fingerprint=fingerprint, hidden_size=text.hidden_size, vocab_size=text.vocab_size)
     loop = EngineLoop(
@@ -180,13 +196,14 @@ def build_engine(
             graphs=_graphs(config, model, attention, identity, pools, device) if has_graphs else None,
         ),
         mover=mover,
-        cache=cache,
+        tiers=tiers,
+        stager=stager,
         feed=feed,
         clock=clock,
         peer_timeout_s=config.peer_timeout_s,
         max_waiting=config.max_waiting,
     )
-    return Engine(loop, cache, scheduler, feed, identity)
+    return Engine(loop, tiers, scheduler, feed, identity)
 
 
 def _identity(config: EngineConfig, text: TextConfig, pools: PoolPlan) -> WorkerIdentity:

@@ -59,7 +59,37 @@ COUNTER_TEXTS = {
     "hit_tokens": "Of the prompt tokens looked up in the cache, those whose KV and windows were there",
     "evicted_full_pages": "Pages of full-attention KV evicted from the cache",
     "evicted_window_pages": "Pages of window KV evicted from the cache",
+    "unstaged_transfers": "KV of other workers for which the host tier had no room until its request had a place",
+    "copy_stall_seconds": "How long computing has waited for KV from the host's memory",
     "kept_tokens": "Tokens whose full-attention KV the cache keeps now for later requests, those in use not counted",
+}
+# And those that come in several, by a label: tiers, pools, directions, nodes of the store.
+LABELLED_TEXTS = {
+    "cache_hit_tokens_total": "Prompt tokens at admissions by where their KV was: device (l1), host memory (l2), store "
+    "(l3); and those run again through part of the layers (healed)",
+    "host_pool_pages": "Pages of the host tier by pool and state: free, filling (a copy or the store writes them), "
+    "pinned (somebody reads them), evictable, doomed (condemned while in use)",
+    "host_evicted_pages_total": "Pages evicted from the host tier",
+    "copies_total": "Copies between device and host: load, to the device; save, to the host",
+    "failed_copies_total": "Copies between device and host that failed; what they were to bring was computed",
+    "copied_pages_total": "Pages copied between device and host",
+    "copied_bytes_total": "Bytes copied between device and host",
+    "unsaved_pages_total": "Pages that were to be copied to the host and found all of it in use",
+    "rescued_pages_total": "Pages copied to the host on their way out of the device",
+    "store_gets_total": "Pages asked of the store by result",
+    "store_puts_total": "Pages given to the store: kept, refused by it, or dropped since too much waited for it",
+    "store_bytes_total": "Bytes read from and written to the store",
+    "store_corrupt_total": "Pages from the store that were not what was put, by their checksums",
+    "store_timeouts_total": "Calls of the store that took too long",
+    "store_failures_total": "Calls that a node of the store could not do",
+    "store_seconds_total": "Time in calls of the store, by kind of call",
+    "store_breaker": "1 for the state each node's breaker is in: closed (in use), open (left alone), half_open (tried)",
+    "store_node_bytes": "What a node of the store holds and may hold",
+    "store_queued_pages": "Pages that wait to be written to the store now",
+    "prefetches_total": "Prefetches of requests by outcome: hit (all came), partial, miss (nothing there), timeout, "
+    "no_room (in the host tier), aborted",
+    "prefetched_pages_total": "Full pages fetched from the store for requests",
+    "keepalive_touches_total": "Pages of the store touched since they are in use above it",
 }
 _UNKNOWN_TEXT = "A counter of a worker of another version"
 
@@ -170,7 +200,7 @@ def _counters(prefix: str, infos: Sequence[WorkerInfo]) -> Iterator[Metric]:
             labels = sorted(counter.labels)
             family = by_label.get(counter.name)
             if family is None:
-                text = COUNTER_TEXTS.get(counter.name, _UNKNOWN_TEXT)
+                text = LABELLED_TEXTS.get(counter.name, _UNKNOWN_TEXT)
                 family = GaugeMetricFamily(f"{prefix}_{counter.name}", text, labels=["worker", *labels])
                 by_label[counter.name] = family
             family.add_metric([info.worker, *(counter.labels[label] for label in labels)], counter.value)

@@ -2,18 +2,34 @@
 
 from dataclasses import asdict
 
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from epd.cache.l3.base import NodeStats, NodeUsage, StoreStats
 from epd.cache.prefix import CacheStats, PoolStats
+from epd.cache.tiers.bridge import BridgeStats
+from epd.cache.tiers.host import HostPoolStats, HostStats
 from epd.engine.identity import WorkerIdentity
 from epd.engine.report import worker_info
 from epd.engine.roster import Counters
-from epd.gateway.metrics import COUNTER_TEXTS, GatewayMetrics
+from epd.gateway.metrics import COUNTER_TEXTS, LABELLED_TEXTS, GatewayMetrics
+from epd.kv.copies import MoverStats
 from epd.router.workers import Fleet
 from epd.transport.memory import MemoryNetwork
 from epd.types import Role, WorkerInfo
 
-OTHERS = dict.fromkeys(("handoff_bytes", "dropped_transfers", "dropped_messages", "failed_steps", "embedding_bytes"), 2)
+OTHERS = dict.fromkeys(
+    (
+        "handoff_bytes",
+        "unstaged_transfers",
+        "dropped_transfers",
+        "dropped_messages",
+        "failed_steps",
+        "embedding_bytes",
+    ),
+    2,
+)
+HOST_POOL = HostPoolStats(total=15, free=1, filling=2, pinned=3, evictable=4, doomed=5, num_evicted=6)
 
 
 def told() -> WorkerInfo:
@@ -30,11 +46,42 @@ def told() -> WorkerInfo:
         num_full_only_hit_tokens=0,
         num_evicted_full_pages=8,
         num_evicted_window_pages=9,
+        host=HostStats(
+            full=HOST_POOL,
+            window=HOST_POOL,
+            num_hit_tokens=10,
+            num_loads=11,
+            num_loaded_full_pages=12,
+            num_loaded_window_pages=13,
+            num_local_window_pages=14,
+            num_failed_loads=15,
+            num_saves=16,
+            num_saved_full_pages=17,
+            num_saved_window_pages=18,
+            num_failed_saves=19,
+            num_unsaved_pages=20,
+            num_rescued_pages=21,
+            num_pending_copies=22,
+        ),
+        store=StoreStats(
+            hits=31,
+            misses=32,
+            puts=33,
+            unkept=34,
+            dropped=35,
+            corrupt=36,
+            timeouts=37,
+            failures=38,
+            get_bytes=39,
+            put_bytes=40,
+            seconds={"get": 1.5},
+            nodes=(NodeStats("n:1", "half_open", 0, NodeUsage(used_bytes=41), {}),),
+        ),
     )
     return worker_info(
         identity,
         stats,
-        Counters(steps=4),
+        Counters(steps=4, cached_tokens=100, host_hit_tokens=30, store_hit_tokens=20, healed_tokens=7),
         sequence=1,
         address="a",
         kv_fingerprint="k",
@@ -43,7 +90,27 @@ def told() -> WorkerInfo:
         ready=True,
         page_size=16,
         others=OTHERS,
+        copies=MoverStats(loaded_bytes=51, saved_bytes=52, stalled_s=0.5),
+        bridge=BridgeStats(
+            prefetch={"hit": 61, "fetched_pages": 62},
+            incoming={},
+            writeback={},
+            keepalive={"touches": 63},
+            num_fetching=0,
+            num_incoming_pages=0,
+            num_queued_pages=64,
+            num_flying_pages=0,
+            num_believed_keys=0,
+        ),
     )
+
+
+def samples(families: dict[str, Metric], name: str, *labels: str) -> dict[object, float]:
+    found = {}
+    for sample in families[f"mimo_worker_{name}"].samples:
+        values = tuple(sample.labels[label] for label in labels)
+        found[values if len(values) > 1 else values[0]] = sample.value
+    return found
 
 
 def test_pages_by_state_evictions_and_a_text_for_every_counter() -> None:
@@ -66,6 +133,25 @@ def test_pages_by_state_evictions_and_a_text_for_every_counter() -> None:
     }
     for name, value in (("evicted_full_pages", 8), ("evicted_window_pages", 9), ("kept_tokens", 192), ("steps", 4)):
         assert [sample.value for sample in families[f"mimo_worker_{name}"].samples] == [value]
+    assert samples(families, "cache_hit_tokens_total", "tier") == {"l1": 50, "l2": 30, "l3": 20, "healed": 7}
+    assert samples(families, "host_pool_pages", "pool", "state")["window", "pinned"] == 3
+    assert samples(families, "copied_pages_total", "direction", "pool") == {
+        ("load", "full"): 12,
+        ("load", "window"): 13,
+        ("save", "full"): 17,
+        ("save", "window"): 18,
+    }
+    assert samples(families, "copied_bytes_total", "direction") == {"load": 51, "save": 52}
+    assert samples(families, "store_gets_total", "result") == {"hit": 31, "miss": 32}
+    assert samples(families, "store_puts_total", "result") == {"kept": 33, "refused": 34, "dropped": 35}
+    assert samples(families, "store_corrupt_total", "worker") == {"w": 36}
+    breakers = samples(families, "store_breaker", "node", "state")
+    assert breakers == {("n:1", "closed"): 0, ("n:1", "half_open"): 1, ("n:1", "open"): 0}
+    assert samples(families, "store_node_bytes", "node", "kind") == {("n:1", "used"): 41}
+    assert samples(families, "prefetches_total", "outcome")["hit"] == 61
+    assert {counter.name for counter in told().labelled} == LABELLED_TEXTS.keys()
+    for name, text in LABELLED_TEXTS.items():
+        assert families[f"mimo_worker_{name}"].documentation == text
     names = asdict(Counters()).keys() | told().counters.keys()
     assert names == COUNTER_TEXTS.keys()
     for name in names:
