@@ -10,6 +10,7 @@ differ.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -22,13 +23,14 @@ from epd.cache.l3.base import NodeFailed, StoreNode
 from epd.cache.l3.client import StoreClient
 from epd.cache.l3.local import LocalNode
 
-__all__ = ["cold_root", "hot_root", "open_local", "open_store"]
+__all__ = ["cold_root", "hot_root", "noted_directory", "open_local", "open_store"]
 
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 # Of the files: another layout has other directories, and leaves these alone.
 LAYOUT: Final = "v1"
+_NOTE: Final = "directory"
 # Others need shared memory, too.
 _MEMORY_SHARE: Final = 0.5
 # No server that could be dead: what is slow here is the host, and in its place there is nothing better.
@@ -85,9 +87,21 @@ def open_local(directory: Path, *, memory_bytes: int, disk_bytes: int) -> LocalN
             memory_bytes >> 20,
             SHARED_MEMORY,
         )
-    return LocalNode(
+    node = LocalNode(
         hot_root(directory), cold_root(directory), memory_bytes=min(memory_bytes, most_bytes), disk_bytes=disk_bytes
     )
+    # For people who look for stores; whether it can be written is of no matter to the store.
+    with contextlib.suppress(OSError):
+        (hot_root(directory) / _NOTE).symlink_to(os.path.realpath(directory.expanduser()))
+    return node
+
+
+def noted_directory(root: Path) -> Path | None:
+    """The directory of the store that keeps its memory at `root`, as noted there; see `hot_root`."""
+    try:
+        return (root / _NOTE).readlink()
+    except OSError:
+        return None
 
 
 def hot_root(directory: Path) -> Path:
