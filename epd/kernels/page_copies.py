@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -81,6 +82,8 @@ class NativeCopies:
             )
         )
         self._handle = library.slow.mimo_copies_new(table, len(parts))
+        # Not by `close`: somebody may still be on his way out of `wait`. At the end of the process the thread is alive.
+        weakref.finalize(self, library.slow.mimo_copies_delete, self._handle).atexit = False
         self._thread = threading.Thread(
             target=library.slow.mimo_copies_run, args=(self._handle,), name="KV copies", daemon=True
         )
@@ -102,10 +105,9 @@ class NativeCopies:
         self.library.slow.mimo_copies_wait(self._handle, address, num_parts)
 
     def close(self) -> None:
-        """End the thread when everything is copied. Nothing may be started, or waited for, afterwards."""
+        """End the thread when everything is copied. Nothing may be started afterwards. Without this it never ends."""
         self.library.slow.mimo_copies_close(self._handle)
         self._thread.join()
-        self.library.slow.mimo_copies_delete(self._handle)
 
 
 class CopyLibrary:
