@@ -159,21 +159,27 @@ def test_killing_the_gateway_under_load(service: Service, undisturbed: list[list
     assert answer_to(service, PICTURE) == expected
 
 
-@pytest.mark.parametrize("stage", ["encoder-0", "prefill-0", "decode-0", "gateway"])
-def test_a_stage_that_hangs_is_replaced(tmp_path: Path, stage: str) -> None:
-    """SIGSTOP: the process lives and says nothing. The supervisor gives it `silence_s`, then starts another."""
-    arguments = ("--media-root", str(SAMPLES), "--set", "supervisor.silence_s=6")
-    with running_service(tmp_path, "--mode", "epd", *arguments) as service:
-        expected = text_of(service.ask(PICTURE))
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    arguments = ("--mode", "epd", "--media-root", str(SAMPLES), "--set", "supervisor.silence_s=6")
+    with running_service(tmp_path_factory.mktemp("impatient"), *arguments) as running:
+        # Its stages have sent their first signs of life.
         time.sleep(2.5)
-        stopped_pid = service.stages()[stage]
-        os.kill(stopped_pid, signal.SIGSTOP)
-        deadline = time.monotonic() + 60
-        while service.stages().get(stage, stopped_pid) == stopped_pid:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        service.wait_ready()
-        assert text_of(service.ask(PICTURE)) == expected
+        yield running
+
+
+@pytest.mark.parametrize("stage", ["encoder-0", "prefill-0", "decode-0", "gateway"])
+def test_a_stage_that_hangs_is_replaced(impatient: Service, stage: str) -> None:
+    """SIGSTOP: the process lives and says nothing. The supervisor gives it `silence_s`, then starts another."""
+    expected = text_of(impatient.ask(PICTURE))
+    stopped_pid = impatient.stages()[stage]
+    os.kill(stopped_pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 60
+    while impatient.stages().get(stage, stopped_pid) == stopped_pid:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    impatient.wait_ready()
+    assert text_of(impatient.ask(PICTURE)) == expected
 
 
 def test_killing_everything_at_once(service: Service) -> None:
