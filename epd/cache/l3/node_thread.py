@@ -231,6 +231,8 @@ class NodeThread:
         landed: set[int] = set()
 
         def sink(position: int, record: memoryview | None) -> None:
+            if position in landed:
+                return
             landed.add(position)
             if record is not None:
                 self.counters["get_bytes"] += record.nbytes
