@@ -1,0 +1,459 @@
+"""The store on this host: what is hot and cold, what goes, what is left after damage, removal and full file systems."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import random
+import shutil
+import stat
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from epd.cache.l3.base import NodeFailed
+from epd.cache.l3.client import StoreClient
+from epd.cache.l3.local import LocalNode
+from epd.cache.l3.open import cold_root, hot_root, open_local, open_store
+from tests.fakes.store_calls import StoreCalls
+
+SEGMENT = 1 << 16
+MEMORY = 8 * SEGMENT
+DISK = 16 * SEGMENT
+VALUE = 3000
+
+
+class Place:
+    """Two directories, and nodes that work on them."""
+
+    def __init__(self, root: Path) -> None:
+        self.hot = root / "hot"
+        self.cold = root / "cold"
+
+    def open(self, *, memory: int = MEMORY, disk: int = DISK) -> LocalNode:
+        return LocalNode(self.hot, self.cold, memory_bytes=memory, disk_bytes=disk, segment_bytes=SEGMENT)
+
+    def files(self) -> list[Path]:
+        return sorted([*self.hot.glob("*.seg"), *self.cold.glob("*.seg")])
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def value(number: int, seed: int = 0) -> bytes:
+    return random.Random(number * 1000 + seed).randbytes(VALUE)
+
+
+def name(number: int) -> bytes:
+    return b"f%016d" % number
+
+
+def put(node: LocalNode, numbers: range | list[int], *, batch: int = 7) -> int:
+    """How many of them are kept."""
+    num_kept = 0
+    numbers = list(numbers)
+    for start in range(0, len(numbers), batch):
+        some = numbers[start : start + batch]
+        num_kept += sum(node.put([(name(number), [value(number)]) for number in some], timeout_s=1))
+    return num_kept
+
+
+def found(node: LocalNode, numbers: range | list[int]) -> set[int]:
+    """Those that are there; what is there is right."""
+    there: set[int] = set()
+    numbers = list(numbers)
+
+    def sink(index: int, content: memoryview | None) -> None:
+        if content is not None:
+            assert bytes(content) == value(numbers[index])
+            there.add(numbers[index])
+
+    node.get([name(number) for number in numbers], sink, timeout_s=1)
+    return there
+
+
+def tend(node: LocalNode) -> None:
+    for _ in range(1000):
+        if not node.tend():
+            return
+    raise AssertionError("there is no end to it")
+
+
+def sizes(place: Place) -> tuple[int, int]:
+    def of(root: Path) -> int:
+        total = 0
+        for path in root.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                total += path.stat().st_size
+        return total
+
+    return of(place.hot), of(place.cold)
+
+
+def test_everything_is_kept_while_there_is_room(place: Place) -> None:
+    node = place.open()
+    numbers = range(300)
+    assert put(node, numbers) == 300
+    assert found(node, numbers) == set(numbers)
+    counters = node.usage().counters
+    assert counters["demoted"] > 100
+    assert counters.get("evicted", 0) == 0
+    assert node.usage().num_records == 300
+    node.close()
+    again = place.open()
+    assert found(again, numbers) == set(numbers)
+    assert again.exists([name(number) for number in numbers], timeout_s=1) == [True] * 300
+    again.close()
+
+
+@pytest.mark.parametrize("disk", [DISK, 0])
+@pytest.mark.parametrize("tends", [True, False])
+def test_bounded_and_the_oldest_go_first(place: Place, disk: int, tends: bool) -> None:
+    node = place.open(disk=disk)
+    for start in range(0, 1500, 50):
+        assert put(node, range(start, start + 50)) == 50
+        if tends:
+            tend(node)
+        hot, cold = sizes(place) if disk else (sizes_of_hot(place), 0)
+        assert hot <= MEMORY
+        assert cold <= disk
+    there = found(node, range(1500))
+    num_fitting = (MEMORY + disk) // VALUE
+    assert there == set(range(min(there), 1500)), "a hole: something older outlived something newer"
+    assert len(there) > 0.6 * num_fitting
+    assert node.usage().num_records == len(there)
+    assert node.usage().counters["evicted"] == 1500 - len(there)
+    node.close()
+
+
+def sizes_of_hot(place: Place) -> int:
+    return sum(path.stat().st_size for path in place.hot.iterdir())
+
+
+@pytest.mark.parametrize("disk", [DISK, 0])
+@pytest.mark.parametrize("how", ["get", "touch"])
+def test_what_is_used_stays(place: Place, disk: int, how: str) -> None:
+    node = place.open(disk=disk)
+    used = list(range(0, 100, 10))
+    put(node, range(100))
+    for start in range(100, 2000, 50):
+        put(node, range(start, start + 50))
+        if how == "get":
+            assert found(node, used) == set(used)
+        else:
+            node.touch([name(number) for number in used], timeout_s=1)
+        tend(node)
+    assert found(node, used) == set(used)
+    assert found(node, [5, 15, 25]) == set()
+    assert node.usage().counters["promoted"] > 0
+    node.close()
+
+
+def test_what_is_read_twice_becomes_hot(place: Place) -> None:
+    node = place.open()
+    put(node, range(300))
+    for _ in range(2):
+        assert found(node, [0]) == {0}
+    tend(node)
+    cold_reads = node.usage().counters["cold_reads"]
+    assert found(node, [0]) == {0}
+    assert node.usage().counters["cold_reads"] == cold_reads
+    # The copy on disk still stands behind it, and both die together.
+    node.discard([name(0)], timeout_s=1)
+    node.close()
+    assert found(place.open(), [0]) == set()
+
+
+def test_a_value_larger_than_a_segment_is_not_kept(place: Place) -> None:
+    node = place.open()
+    large = bytes(SEGMENT)
+    assert node.put([(b"large", [large]), (name(1), [value(1)])], timeout_s=1) == [False, True]
+    assert node.usage().counters["unkept"] == 1
+    assert found(node, [1]) == {1}
+    node.close()
+
+
+def test_an_overwritten_value_does_not_come_back(place: Place) -> None:
+    """Not when its successor is evicted, not for who opens the store later."""
+    first, second = place.open(), place.open()
+    put(first, [0])
+    assert second.put([(name(0), [b"newer"])], timeout_s=1) == [True]
+    put(second, range(1, 1500))
+    for node in (first, second, place.open()):
+        got: list[bytes | None] = []
+        node.get([name(0)], lambda _, content, got=got: got.append(content and bytes(content)), timeout_s=1)
+        assert got in ([None], [b"newer"])
+        node.close()
+
+
+def test_a_writer_that_ended_leaves_its_segment_to_the_next(place: Place) -> None:
+    for number in range(20):
+        node = place.open()
+        put(node, [number])
+        node.close()
+    assert len(place.files()) == 1
+    assert found(place.open(), range(20)) == set(range(20))
+
+
+def test_writers_side_by_side_have_segments_of_their_own(place: Place) -> None:
+    nodes = [place.open() for _ in range(3)]
+    for number in range(60):
+        put(nodes[number % 3], [number])
+    assert len(place.files()) == 3
+    for node in nodes:
+        assert found(node, range(60)) == set(range(60))
+        node.close()
+
+
+def test_more_writers_than_segments(place: Place) -> None:
+    nodes = [place.open() for _ in range(10)]
+    kept = [put(node, [number]) for number, node in enumerate(nodes)]
+    assert kept == [1] * 8 + [0] * 2
+    assert nodes[9].usage().counters["unkept"] == 1
+    assert found(nodes[9], range(10)) == set(range(8))
+    nodes[0].close()
+    assert put(nodes[9], [9]) == 1
+    for node in nodes[1:]:
+        node.close()
+
+
+def spoil(path: Path, files: list[Path], rng: random.Random) -> None:
+    """In place, as whoever has it open sees it."""
+    content = bytearray(path.read_bytes())
+    match rng.randrange(6):
+        case 0:
+            del content[rng.randrange(len(content)) :]
+        case 1:
+            at = rng.randrange(len(content))
+            content[at : at + 4096] = rng.randbytes(4096)
+        case 2:
+            for _ in range(50):
+                content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        case 3:
+            content[:64] = rng.choice((bytes(64), rng.randbytes(64), b"MIMOKVS0" + bytes(content[8:64])))
+        case 4:
+            at = rng.randrange(len(content)) // 8 * 8
+            content[64 : 64 + len(content) - at] = content[at:]
+        case _:
+            content = bytearray(rng.choice(files).read_bytes())
+    with path.open("r+b") as file:
+        file.write(content)
+        file.truncate(len(content))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_damage_to_the_files_gives_misses(place: Place, seed: int) -> None:
+    """Whatever is done to them, also while they are in use, a client gets what was put or nothing."""
+    rng = random.Random(seed)
+    values = {name(number): value(number) for number in range(150)}
+    clients = [StoreCalls(StoreClient([place.open()], timeout_s=5)) for _ in range(2)]
+    num_found = 0
+    for turn in range(4):
+        assert all(clients[turn % 2].put(values))
+        files = place.files()
+        for path in rng.sample(files, min(3, len(files))):
+            # Somebody may be moving it.
+            with contextlib.suppress(FileNotFoundError):
+                spoil(path, files, rng)
+        clients.append(StoreCalls(StoreClient([place.open()], timeout_s=5)))
+        for calls in clients:
+            for key, content in calls.get(dict.fromkeys(values, VALUE)).items():
+                assert content in (None, values[key])
+                num_found += content is not None
+        clients.pop(0).client.close()
+        more = {name(1000 * turn + number): value(number) for number in range(500, 520)}
+        assert all(clients[0].put(more))
+        assert clients[0].get(dict.fromkeys(more, VALUE)) == more
+    assert num_found > 500
+    for calls in clients:
+        calls.client.close()
+        assert calls.client.stats().failures == 0
+
+
+def test_damaged_values_are_counted_by_the_client(place: Place) -> None:
+    calls = StoreCalls(StoreClient([place.open()], timeout_s=5))
+    values = {name(number): value(number) for number in range(20)}
+    assert all(calls.put(values))
+    (path,) = place.files()
+    content = path.read_bytes()
+    spoiled = [content.index(values[name(number)]) + 100 for number in (3, 7)]
+    with path.open("r+b") as file:
+        for at in spoiled:
+            file.seek(at)
+            file.write(b"spoiled")
+    got = calls.get(dict.fromkeys(values, VALUE))
+    assert {key for key, content in got.items() if content is None} == {name(3), name(7)}
+    assert all(content in (None, values[key]) for key, content in got.items())
+    assert calls.client.stats().corrupt == 2
+    calls.client.close()
+
+
+def test_files_of_others_are_left_alone_or_set_aside(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    node = place.open()
+    put(node, range(10))
+    node.close()
+    for root in (place.hot, place.cold):
+        (root / "notes.txt").write_text("mine")
+        (root / "other.seg").write_text("mine")
+        (root / f"{1:020d}-0000abcd.seg").write_bytes(b"MIMOKVS0" + bytes(200))
+        (root / f"{2:020d}-0000abcd.seg").symlink_to("/etc/passwd")
+        (root / f"{3:020d}-0000abcd.seg").mkdir()
+        os.mkfifo(root / f"{4:020d}-0000abcd.seg")
+    (place.hot / ".new-left-over.seg").write_bytes(b"torn")
+    again = place.open()
+    assert found(again, range(10)) == set(range(10))
+    assert put(again, range(10, 20)) == 10
+    assert again.usage().counters["damaged_files"] == 8
+    assert "set aside" in caplog.text
+    for root in (place.hot, place.cold):
+        assert (root / "notes.txt").read_text() == (root / "other.seg").read_text() == "mine"
+        assert not (root / f"{1:020d}-0000abcd.seg").exists()
+    assert not (place.hot / ".new-left-over.seg").exists()
+    again.close()
+
+
+@pytest.mark.parametrize("which", ["hot", "cold", "both", "files"])
+def test_removed_while_in_use_it_begins_anew(place: Place, which: str) -> None:
+    nodes = [place.open(), place.open()]
+    for node in nodes:
+        put(node, range(150))
+    for root in (place.hot, place.cold):
+        if which in (root.name, "both"):
+            shutil.rmtree(root)
+        elif which == "files":
+            for path in root.glob("*.seg"):
+                path.unlink()
+    for node in nodes:
+        there = found(node, range(150))
+        assert not there if which in ("both", "files") else True
+        tend(node)
+    assert put(nodes[0], range(500, 520)) == 20
+    assert put(nodes[1], range(520, 540)) == 20
+    for node in (*nodes, place.open()):
+        assert found(node, range(500, 540)) == set(range(500, 540))
+        node.close()
+
+
+@contextlib.contextmanager
+def small_file_system(root: Path, size_bytes: int) -> Iterator[None]:
+    root.mkdir(parents=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(root)], capture_output=True, check=False
+    )
+    if done.returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(root)], check=True)
+
+
+def test_memory_that_is_smaller_than_it_should_be(place: Place) -> None:
+    with small_file_system(place.hot, 3 * SEGMENT + 4096):
+        node = place.open()
+        assert put(node, range(200)) == 200
+        assert found(node, range(200)) == set(range(200))
+        assert node.usage().counters["full"] > 0
+        node.close()
+
+
+def test_full_memory_keeps_nothing_and_fails_nobody(place: Place) -> None:
+    with small_file_system(place.hot, 4 * SEGMENT):
+        node = place.open(disk=0)
+        assert put(node, range(10)) == 10
+        (place.hot / "filler").write_bytes(bytes(100))
+        with contextlib.suppress(OSError), (place.hot / "filler").open("wb") as filler:
+            while True:
+                filler.write(bytes(4096))
+        assert put(node, range(10, 60), batch=1) < 50
+        assert node.usage().counters["unkept"] > 0
+        there = found(node, range(60))
+        assert set(range(10)) <= there
+        (place.hot / "filler").unlink()
+        assert put(node, range(100, 110)) == 10
+        assert found(node, range(100, 110)) == set(range(100, 110))
+        node.close()
+
+
+def test_a_full_disk_costs_the_oldest(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    with small_file_system(place.cold, 3 * SEGMENT):
+        node = place.open()
+        for start in range(0, 600, 50):
+            assert put(node, range(start, start + 50)) == 50
+            tend(node)
+            newest = range(max(0, start - 40), start + 50)
+            assert found(node, newest) == set(newest)
+        assert node.usage().counters["failed_demotions"] > 0
+        assert "cannot write to its directory" in caplog.text
+        assert not list(place.cold.glob(".new-*"))
+        node.close()
+
+
+def test_a_stopped_process_holds_up_nobody_for_long(place: Place) -> None:
+    node = place.open()
+    put(node, range(10))
+    with (place.hot / "lock").open("r+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        begun_s = time.monotonic()
+        assert found(node, range(10)) == set(range(10))
+        assert put(node, [10]) == 1
+        node.tend()
+        assert time.monotonic() - begun_s < 0.5
+        # Putting something else in its place needs the lock.
+        assert node.put([(name(0), [b"other"])], timeout_s=0.1) == [False]
+        with pytest.raises(NodeFailed, match="lock"):
+            node.discard([name(1)], timeout_s=0.1)
+        assert time.monotonic() - begun_s < 4
+    assert found(node, range(11)) == set(range(11))
+    node.close()
+
+
+def test_nobody_else_may_read_it(place: Place) -> None:
+    node = place.open()
+    put(node, range(200))
+    for root in (place.hot, place.cold):
+        assert stat.S_IMODE(root.stat().st_mode) == 0o700
+        assert {stat.S_IMODE(path.stat().st_mode) for path in root.iterdir()} == {0o600}
+    node.close()
+
+
+def test_a_directory_of_somebody_else_is_refused(place: Place, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    place.hot.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(NodeFailed, match="not a directory of this user"):
+        place.open()
+    place.hot.unlink()
+    place.hot.write_text("a file")
+    with pytest.raises(NodeFailed):
+        place.open()
+
+
+def test_too_little_memory_is_refused(place: Place) -> None:
+    with pytest.raises(NodeFailed, match="allowed"):
+        place.open(memory=1000)
+
+
+def test_urls(tmp_path: Path) -> None:
+    settings = {"memory_bytes": 1 << 20, "disk_bytes": 1 << 20, "io_bytes": 4096, "timeout_s": 0.05, "ttl_s": None}
+    directory = tmp_path / "some" / "where"
+    try:
+        client = open_store(f"local:{directory}", **settings)  # type: ignore[arg-type]
+        calls = StoreCalls(client)
+        assert calls.put({b"a": b"1"}) == (True,)
+        client.close()
+        node = open_local(directory, memory_bytes=1 << 20, disk_bytes=0)
+        assert node.exists([b"a"], timeout_s=1) == [True]
+        node.close()
+        assert cold_root(directory).is_dir()
+        assert str(os.geteuid()) in hot_root(directory).name
+        assert hot_root(directory) != hot_root(tmp_path)
+    finally:
+        shutil.rmtree(hot_root(directory), ignore_errors=True)
+    with pytest.raises(ValueError, match="but not"):
+        open_store("ftp://host", **settings)  # type: ignore[arg-type]
