@@ -12,7 +12,7 @@ import logging
 from epd.cache.tiers.tiered import TieredCache
 from epd.engine.clock import Clock
 from epd.engine.handoff import draft_tail
-from epd.engine.plan import NOT_FINITE, Failure, KvImport, SequenceStep, StepOutcome, StepPlan, StepResult
+from epd.engine.plan import NOT_FINITE, KvImport, SequenceStep, StepOutcome, StepPlan, StepResult, kv_lost
 from epd.engine.roster import Roster
 from epd.engine.sampler import SampledToken
 from epd.engine.sequence import Sequence
@@ -73,7 +73,7 @@ class Committer:
         try:
             sequence.pages.commit(transfer.num_tokens, sequence.chain.keys)
         except CopyFailed as error:
-            self._roster.fail(sequence, Failure(503, "kv_lost", f"KV was lost on its way: {error}", retryable=True))
+            self._roster.fail(sequence, kv_lost(error))
             return
         self._roster.counters.imports += 1
         sequence.num_computed = transfer.num_tokens

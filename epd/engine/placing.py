@@ -7,11 +7,11 @@ allocated. Between the lookup and the lease some of it may go; then less is reus
 import logging
 
 from epd.cache.sequence_pages import SequencePages
-from epd.cache.tiers.tiered import TieredCache
+from epd.cache.tiers.tiered import StagedPagesLost, TieredCache
 from epd.engine.clock import Clock
 from epd.engine.fetching import PrefixSupply
 from epd.engine.healing import Outlook, lease, pages_needed
-from epd.engine.plan import Failure, KvImport
+from epd.engine.plan import Failure, KvImport, kv_lost
 from epd.engine.roster import Arrived, Roster
 from epd.engine.sequence import Sequence
 from epd.engine.staging import KvStager
@@ -155,6 +155,9 @@ class Placer:
             return None
         try:
             pages = self._cache.resume_staged(staged)
+        except StagedPagesLost as error:
+            self._roster.fail(sequence, kv_lost(error))
+            return None
         except NoPages as error:
             if not running:
                 self._roster.fail(sequence, cannot_fit(sequence, error))

@@ -14,6 +14,7 @@ from encoder.wire import TensorFrame
 from epd.cache.tiers.tiered import StagedPages
 from epd.engine.sampler import SampledToken, SampleRow
 from epd.kv.copies import CopyTicket
+from epd.kv.errors import KvError
 from epd.types import Finish, FinishReason, KvTransfer, Usage
 
 NOT_FINITE = "logits_not_finite"
@@ -182,6 +183,12 @@ def finish_of(
 def embedding_lost(error: EmbeddingLost) -> Failure:
     """The end of an attempt; the next one brings references that hold."""
     return Failure(status=error.status, code=error.code, message=error.message, retryable=True)
+
+
+def kv_lost(error: KvError) -> Failure:
+    """KV of another worker did not make it to the device; the next attempt computes it."""
+    message = f"KV of another worker was lost on its way to the device: {error}"
+    return Failure(status=503, code="kv_lost", message=message, retryable=True)
 
 
 @dataclass(frozen=True, slots=True)

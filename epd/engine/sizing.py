@@ -90,21 +90,24 @@ def plan_worker(config: EngineConfig, text: TextConfig, *, num_heads: int) -> Wo
 def _plan_host(
     config: EngineConfig, layout: KvLayout, retention: RetentionPolicy, expected_tokens: int
 ) -> PoolPlan | None:
-    """None when nothing is ever looked up."""
+    """None when nothing is ever looked up. Raises PoolTooSmall for less than a page and a window."""
     if not config.prefix_cache:
         return None
-    try:
-        return plan_host(
-            layout,
-            config.host_budget_bytes,
-            expected_sequence_tokens=expected_tokens,
-            retention_stride_tokens=config.retention_stride_tokens,
-            tail_pages=retention.tail_pages,
-        )
-    except PoolTooSmall as error:
+    window_pages = -(-layout.window_tokens // config.page_size)
+    least_bytes = layout.full_page_bytes + window_pages * layout.window_page_bytes
+    if config.host_budget_bytes < least_bytes:
         raise PoolTooSmall(
-            f"engine.host_budget_bytes is {config.host_budget_bytes:,}; allowed: 0 for no host tier, or more: {error}"
-        ) from error
+            f"engine.host_budget_bytes is {config.host_budget_bytes:,}; allowed: 0 for no host tier, or "
+            f"{least_bytes:,} and more, which are a page of {layout.full_page_bytes:,} bytes and {window_pages:,} of "
+            f"{layout.window_page_bytes:,} for a window (engine.page_size {config.page_size:,})"
+        )
+    return plan_host(
+        layout,
+        config.host_budget_bytes,
+        expected_sequence_tokens=expected_tokens,
+        retention_stride_tokens=config.retention_stride_tokens,
+        tail_pages=retention.tail_pages,
+    )
 
 
 def _shares(config: EngineConfig, text: TextConfig, expected_tokens: int) -> str:
