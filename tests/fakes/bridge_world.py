@@ -138,6 +138,18 @@ class BridgeWorld:
         self.bridge.saved(saved["full"], saved["window"], group)
         return True
 
+    def fill(self, kind: PageKind, keys: Sequence[bytes], pages: Sequence[int]) -> None:
+        """The host has these pages; the bridge was not told how they came."""
+        self.know(keys)
+        some = [keys[page] for page in pages]
+        numbers = self.pools[kind].reserve(some, root=keys[0])
+        assert numbers is not None
+        for key, number in zip(some, numbers, strict=True):
+            self.bytes[kind][number][:] = content(kind, key)
+        before, self.device = self.device, {("full", key) for key in keys}
+        self.pools[kind].publish(some)
+        self.device = before
+
     def prefetch(
         self,
         request_id: str,

@@ -75,8 +75,12 @@ class Prefetcher:
         return len(self._active)
 
     def num_held(self, kind: PageKind) -> int:
-        """Host pages that prefetches have pinned or are waiting for, one that two of them hold counted twice."""
-        return sum(len(fetch.pinned[kind]) + len(fetch.coming[kind]) for fetch in self._fetches.values())
+        """Host pages that prefetches have pinned or are waiting for."""
+        held: set[bytes] = set()
+        for fetch in self._fetches.values():
+            held.update(fetch.pinned[kind].values())
+            held.update(page.key for page in fetch.coming[kind].values())
+        return len(held)
 
     def next_deadline_s(self) -> float | None:
         """When something ends that no news may announce."""

@@ -85,12 +85,7 @@ def test_the_deepest_whole_window_decides() -> None:
 def test_a_window_may_be_made_of_device_host_and_store() -> None:
     world = BridgeWorld(window_pages=3)
     world.store_has(KEYS, windows=[11])
-    world.know(KEYS)
-    world.host.window.reserve([KEYS[10]])
-    world.bytes["window"][0][:] = __import__("tests.fakes.bridge_world", fromlist=["content"]).content(
-        "window", KEYS[10]
-    )
-    world.host.window.publish([KEYS[10]])
+    world.fill("window", KEYS, [10])
     world.prefetch("a", KEYS, device_windows=[9])
     world.settle()
     assert world.usable(KEYS, device_windows=[9]) == 12
