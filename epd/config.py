@@ -35,7 +35,7 @@ MAX_PAGE_SIZE = 1024
 MAX_CHUNK_TOKENS = 1 << 18
 _DEVICE = re.compile(r"cpu(:0)?|cuda(:\d{1,3})?")
 # Where KV outlives a worker, see `epd.cache.l3.open`; several nodes are parted by commas.
-_KV_STORE = re.compile(r"|local|local:/.*|redis://[^,]+(,redis://[^,]+)*|mooncake://.+")
+_KV_STORE = re.compile(r"|local|local:/.*|rediss?://[^,]+(,rediss?://[^,]+)*|mooncake://.+")
 
 
 def _positive(owner: str, **values: float) -> None:

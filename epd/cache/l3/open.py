@@ -2,7 +2,8 @@
 
     local                            shared memory and a directory of the user's for caches
     local:/DIR                       shared memory and this directory
-    redis://HOST:PORT/DB[,redis://...]   one or several servers
+    redis://HOST:PORT/DB[,redis://...]   one or several servers; rediss: with TLS
+    mooncake://MASTER:PORT[?...]     a Mooncake store, which is lent `memory_bytes` of this process
 
 Processes that name the same directory share a local store; pages of different models never meet, since their keys
 differ.
@@ -58,7 +59,7 @@ def open_store(
         return StoreClient(
             [node], io_bytes=io_bytes, timeout_s=max(timeout_s, _LOCAL_TIMEOUT_S), value_bytes=value_bytes
         )
-    if scheme == "redis":
+    if scheme in ("redis", "rediss"):
         from epd.cache.l3.placement import Placement
         from epd.cache.l3.redis_node import RedisNode
 
@@ -70,7 +71,18 @@ def open_store(
             timeout_s=timeout_s,
             value_bytes=value_bytes,
         )
-    raise ValueError(f"a KV store is local, local:/DIR or redis://HOST:PORT/DB, but not {scheme!r}")
+    if scheme == "mooncake":
+        from epd.cache.l3.mooncake_node import MooncakeNode
+
+        return StoreClient(
+            [MooncakeNode(url, memory_bytes=memory_bytes, io_bytes=io_bytes)],
+            io_bytes=io_bytes,
+            timeout_s=timeout_s,
+            value_bytes=value_bytes,
+        )
+    raise ValueError(
+        f"a KV store is local, local:/DIR, redis://HOST:PORT/DB or mooncake://MASTER:PORT, but not {scheme!r}"
+    )
 
 
 def open_local(directory: Path, *, memory_bytes: int, disk_bytes: int) -> LocalNode:
