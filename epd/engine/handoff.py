@@ -10,7 +10,7 @@ from encoder.wire import TensorFrame
 from epd.engine.plan import DraftTail, HeldTransfer, KvImport, PageTable
 from epd.kv.storage import KvStorage, LayerPages
 from epd.transport.frames import to_frame, to_tensor
-from epd.types import KvTransfer
+from epd.types import KvTransfer, Usage
 
 
 class KvMover:
@@ -36,8 +36,7 @@ class KvMover:
         num_tokens: int,
         first_token: int,
         first_window_page: int,
-        cached_tokens: int,
-        healed_tokens: int,
+        usage: Usage,
         timings: dict[str, float],
         tail: DraftTail | None = None,
     ) -> HeldTransfer:
@@ -70,8 +69,10 @@ class KvMover:
             num_full_pages=len(full_pages),
             first_window_page=first_window_page,
             num_window_pages=len(window_pages),
-            cached_tokens=cached_tokens,
-            healed_tokens=healed_tokens,
+            cached_tokens=usage.cached_tokens,
+            healed_tokens=usage.healed_tokens,
+            host_tokens=usage.host_tokens,
+            store_tokens=usage.store_tokens,
             layout_fingerprint=self._fingerprint,
             timings=timings,
             draft_token_ids=() if tail is None else tail.guesses,

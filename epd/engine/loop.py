@@ -320,8 +320,7 @@ class EngineLoop:
             num_tokens=sequence.num_prompt,
             first_token=sequence.token_ids[-1],
             first_window_page=self._cache.window_frontier(sequence.num_prompt),
-            cached_tokens=sequence.num_cached_tokens,
-            healed_tokens=sequence.num_healed_tokens,
+            usage=sequence.usage(),
             timings=sequence.timings(self._clock.monotonic_s()),
             tail=sequence.draft_tail,
         )

@@ -135,6 +135,8 @@ class Scheduler:
         sequence.chain = self._key_chain(sequence)
         sequence.num_cached_tokens = held.transfer.cached_tokens
         sequence.num_healed_tokens = held.transfer.healed_tokens
+        sequence.num_host_tokens = held.transfer.host_tokens
+        sequence.num_store_tokens = held.transfer.store_tokens
         sequence.earlier_timings = dict(held.transfer.timings)
         self._roster.enter(sequence)
         self._roster.arrived.append(Arrived(sequence, held))

@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from epd.kv.copies import CopyFailed, CopyTicket, PageCopies
 from epd.kv.errors import PoolTooSmall
 from epd.types import Abort, FinishReason, SamplingParams, Usage
 from tests.engine.conftest import Bench, Checkpoint, MakeBench, make_request
+from tests.engine.test_roles import Pair, make_pair
 from tests.oracles.plain_generate import plain_generate
 
 PAGE_SIZE = 4
@@ -259,6 +261,100 @@ def test_wrong_numbers_are_forgotten_by_the_host_too(checkpoint: Checkpoint, mak
     assert ask(bench, "after", PROMPT).cached_tokens == 0
     assert bench.answers["after"] == truth(checkpoint, PROMPT)
     assert_quiet(bench)
+
+
+# -- KV of other workers ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Crowded:
+    """A decode worker with one place, and more prompts computed for it than that."""
+
+    pair: Pair
+    prompts: dict[str, list[int]]
+
+
+@pytest.fixture
+def crowded(make_bench: MakeBench) -> Crowded:
+    pair = make_pair(make_bench, both=HOST, max_running=1)
+    prompts = {f"r{number}": [number, *PROMPT[number : 60 + number]] for number in range(4)}
+    for request_id, prompt in prompts.items():
+        pair.submit(make_request(request_id, prompt, ignore_eos=True, max_tokens=12))
+    for _ in range(6):
+        pair.prefill.step()
+    pair.decode.step()
+    return Crowded(pair, prompts)
+
+
+def staged(bench: Bench) -> list[str]:
+    arrived = bench.engine.scheduler._roster.arrived
+    return [each.sequence.request_id for each in arrived if each.held.staged is not None]
+
+
+def test_kv_that_has_no_place_yet_waits_in_host_pages(checkpoint: Checkpoint, crowded: Crowded) -> None:
+    pair = crowded.pair
+    assert staged(pair.decode) == ["r1", "r2", "r3"]
+    assert all(not each.held.tensors for each in pair.decode.engine.scheduler._roster.arrived)
+    pair.run()
+    for request_id, prompt in crowded.prompts.items():
+        assert pair.answer(request_id) == truth(checkpoint, prompt, 12)
+    stats = pair.decode.engine.cache.stats().host
+    assert stats is not None
+    assert stats.num_loads == 3
+    assert pair.decode.engine.loop._info(0).counters["unstaged_transfers"] == 0
+    assert_quiet(pair.prefill)
+    assert_quiet(pair.decode)
+
+
+def test_without_room_in_the_host_it_stays_as_it_came(checkpoint: Checkpoint, make_bench: MakeBench) -> None:
+    pair = make_pair(make_bench, both={"host_budget_bytes": 30_000}, max_running=1)
+    prompts = {f"r{number}": [number, *PROMPT[number : 60 + number]] for number in range(4)}
+    for request_id, prompt in prompts.items():
+        pair.submit(make_request(request_id, prompt, ignore_eos=True, max_tokens=12))
+    pair.run()
+    for request_id, prompt in prompts.items():
+        assert pair.answer(request_id) == truth(checkpoint, prompt, 12)
+    assert pair.decode.engine.loop._info(0).counters["unstaged_transfers"] > 0
+    assert_quiet(pair.decode)
+
+
+@pytest.mark.parametrize("aborted", ["r0", "r1", "r3"])
+def test_who_waits_in_host_pages_and_is_aborted_leaves_nothing(
+    checkpoint: Checkpoint, crowded: Crowded, aborted: str
+) -> None:
+    pair = crowded.pair
+    pair.decode.mailbox.put(Abort(request_id=aborted))
+    pair.run()
+    for request_id, prompt in crowded.prompts.items():
+        if request_id == aborted:
+            assert pair.finish(request_id).reason is FinishReason.CANCELLED
+        else:
+            assert pair.answer(request_id) == truth(checkpoint, prompt, 12)
+    assert_quiet(pair.decode)
+
+
+def test_staged_kv_that_does_not_come_ends_the_attempt_and_no_other(
+    checkpoint: Checkpoint, crowded: Crowded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = crowded.pair
+    fail_loads(pair.decode, monkeypatch, 1)
+    pair.run()
+    lost = pair.finish("r1")
+    assert (lost.code, lost.retryable) == ("kv_lost", True)
+    for request_id in ("r0", "r2", "r3"):
+        assert pair.answer(request_id) == truth(checkpoint, crowded.prompts[request_id], 12)
+    assert_quiet(pair.decode)
+
+
+def test_tiers_of_the_prefill_worker_are_told_by_the_decode_worker(make_bench: MakeBench) -> None:
+    pair = make_pair(make_bench, both=HOST)
+    pair.submit(make_request("first", PROMPT, ignore_eos=True))
+    pair.run()
+    to_host(pair.prefill)
+    pair.submit(make_request("second", PROMPT, ignore_eos=True))
+    pair.run()
+    usage = pair.finish("second").usage
+    assert (usage.cached_tokens, usage.host_tokens) == (WHOLE, WHOLE)
 
 
 # -- the store --------------------------------------------------------------------------------------------------------
