@@ -271,6 +271,8 @@ class TierWorld:
         """After the trigger the host has, or is being given, what the device had: unless it said that it has no room."""
         unsaved = self.cache.stats().host.num_unsaved_pages  # type: ignore[union-attr]
         device = held_by_device(self.device)
+        # What somebody else is bringing, or has condemned, counts as had, and may never be.
+        coming = [{key for key in keys if pool.is_filling(key)} for pool in (self.host.full, self.host.window)]
         trigger(keys, num_pages)
         if self.cache.stats().host.num_unsaved_pages == unsaved:  # type: ignore[union-attr]
             path = keys[:num_pages]
@@ -279,14 +281,12 @@ class TierWorld:
             for key in path:
                 if key in device.full:
                     assert self.host.full.knows(key), "a full page was to be saved and was not"
-                    # What a store is about to bring counts as had, and may not come.
-                    if not any(key in fetched for fetched in self.fetching):
-                        self._promised[0].add(key)
+                    self._promised[0].update({key} - coming[0])
             if all(key in device.full or self.host.full.knows(key) for key in path):
                 for key in window:
                     if key in device.window:
                         assert self.host.window.knows(key), "a window page was to be saved and was not"
-                        self._promised[1].add(key)
+                        self._promised[1].update({key} - coming[1])
 
     def _evict_full(self, num_pages: int, _: int) -> None:
         self.device.ledger.evict_full(1 + num_pages)
@@ -309,9 +309,9 @@ class TierWorld:
     def _poll(self, _: int, __: int) -> None:
         self.cache.poll()
 
-    def _condemn(self, which: int, _: int) -> None:
+    def _condemn(self, which: int, rarely: int) -> None:
         run = self._run(which)
-        if run is None:
+        if run is None or rarely % 4:
             return
         self.counts.condemned += 1
         root = run.keys[0] if run.keys else None
@@ -321,6 +321,8 @@ class TierWorld:
             return
         self._mark_wrong(root)
         self.cache.condemn(run.keys)
+        for promised in self._promised:
+            promised.difference_update([key for key in promised if self._roots[key] == root])
         device, host = self.tiers()
         for keys in (device.full, device.window, host.full, host.window):
             assert not any(self._roots[key] == root for key in keys), "a condemned page can be found"
@@ -448,7 +450,7 @@ class TierWorld:
         lossy = stats.full.num_evicted + stats.window.num_evicted + stats.num_failed_saves
         for pool, keys in zip((self.host.full, self.host.window), self._promised, strict=True):
             lost = [key for key in keys if not pool.knows(key)]
-            may_lose = lossy > self._num_lossy or self.counts.condemned
+            may_lose = lossy > self._num_lossy
             assert not lost or may_lose, "the host was promised pages, and they are gone"
             keys.difference_update(lost)
         self._num_lossy = lossy
