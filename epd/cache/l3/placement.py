@@ -4,7 +4,7 @@ Consistent hashing: a client that knows the same node names places every session
 more takes its share of the sessions from all others and moves nothing else. Pure.
 """
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from encoder import Ring
 
@@ -16,11 +16,10 @@ class Placement:
         """Raises ValueError for a name given twice: half of what it held would be looked for in another place."""
         self._ring = Ring(nodes)
 
-    def node(self, group: str, blocked: Container[str] = ()) -> str | None:
-        """Where `group` lives. Nodes in `blocked` are passed over: each of their sessions goes to the next node on the
-        ring, those of other nodes stay where they are, and all return when the node does. None when all are blocked."""
-        return next((name for name in self._ring.preference(group) if name not in blocked), None)
-
     def order(self, group: str) -> Iterator[str]:
-        """Every node once, the one that should hold `group` first, then who takes its place, and so on."""
+        """Every node once, the one that should hold `group` first, then who takes its place, and so on.
+
+        So the sessions of a node that is passed over go to others, those of other nodes stay where they are, and all
+        return when it does.
+        """
         return self._ring.preference(group)

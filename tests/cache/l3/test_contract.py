@@ -12,6 +12,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -20,8 +21,12 @@ from hypothesis import strategies as st
 from epd.cache.l3.base import StoreNode
 from epd.cache.l3.client import StoreClient
 from epd.cache.l3.local import LocalNode
+from epd.cache.l3.mooncake_node import MooncakeNode
 from epd.cache.l3.open import hot_root
 from epd.cache.l3.record import pack, slice_key
+from epd.cache.l3.redis_node import RedisNode
+from tests.fakes.mooncake_store import running_mooncake
+from tests.fakes.redis_server import running_redis
 from tests.fakes.store_calls import StoreCalls
 
 Opener = Callable[[], StoreNode]
@@ -41,7 +46,47 @@ def local_place(directory: Path) -> Iterator[Opener]:
         shutil.rmtree(hot, ignore_errors=True)
 
 
-PLACES: dict[str, Callable[[Path], contextlib.AbstractContextManager[Opener]]] = {"local": local_place}
+@contextlib.contextmanager
+def redis_place(directory: Path) -> Iterator[Opener]:
+    with running_redis(directory) as server:
+        yield lambda: RedisNode(server.url, ttl_s=3600.0)
+
+
+@contextlib.contextmanager
+def mooncake_place(directory: Path) -> Iterator[Opener]:
+    del directory
+    with running_mooncake() as store, contextlib.ExitStack() as opened:
+        pool: list[StoreNode] = []
+
+        def open_node() -> StoreNode:
+            if not pool:
+                node = MooncakeNode(store.url, memory_bytes=0, io_bytes=IO_BYTES)
+                opened.callback(node.close)
+                pool.append(node)
+            return cast(StoreNode, Returned(pool.pop(), pool))
+
+        yield open_node
+
+
+class Returned:
+    """A node that is not closed but used again: each has a process, which takes a while to start."""
+
+    def __init__(self, node: StoreNode, pool: list[StoreNode]) -> None:
+        self._node = node
+        self._pool = pool
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+    def close(self) -> None:
+        self._pool.append(self._node)
+
+
+PLACES: dict[str, Callable[[Path], contextlib.AbstractContextManager[Opener]]] = {
+    "local": local_place,
+    "redis": redis_place,
+    "mooncake": mooncake_place,
+}
 
 
 @pytest.fixture(params=sorted(PLACES), scope="module")
