@@ -6,24 +6,26 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 
 class RedisServer:
-    """`url` is its database 0. `pause` stops it in the middle of whatever it does; `kill` is the end."""
+    """`url` is its database 0. `pause` stops it in the middle of whatever it does; `kill` is the end, or the moment
+    before `restart`, which forgets everything."""
 
-    def __init__(self, program: str, directory: Path) -> None:
+    def __init__(self, program: str, directory: Path, options: Sequence[str] = ()) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port: int = probe.getsockname()[1]
         self.url = f"redis://127.0.0.1:{self.port}/0"
-        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-        self._process = subprocess.Popen(
-            [program, *options, "--dir", str(directory)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        self._until_open()
+        fixed = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        self._command = [program, *fixed, "--dir", str(directory), *options]
+        self._process = self._start()
+
+    def restart(self) -> None:
+        self._process = self._start()
 
     def pause(self) -> None:
         self._process.send_signal(signal.SIGSTOP)
@@ -35,6 +37,11 @@ class RedisServer:
         self._process.kill()
         self._process.wait()
 
+    def _start(self) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._until_open()
+        return process
+
     def _until_open(self) -> None:
         end_s = time.monotonic() + 30
         while time.monotonic() < end_s:
@@ -45,12 +52,12 @@ class RedisServer:
 
 
 @contextlib.contextmanager
-def running_redis(directory: Path) -> Iterator[RedisServer]:
+def running_redis(directory: Path, *options: str) -> Iterator[RedisServer]:
     """Skips the test where the program is not installed, and says so."""
     program = shutil.which("redis-server")
     if program is None:
         pytest.skip("redis-server is not installed (apt-get install redis-server)")
-    server = RedisServer(program, directory)
+    server = RedisServer(program, directory, options)
     try:
         yield server
     finally:
