@@ -10,15 +10,19 @@ import shutil
 import stat
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from epd.cache.l3.base import NodeFailed
+from epd.cache.l3.catalogue import Catalogue
 from epd.cache.l3.client import StoreClient
 from epd.cache.l3.local import LocalNode
+from epd.cache.l3.mover import Mover
 from epd.cache.l3.open import cold_root, hot_root, open_local, open_store
+from epd.cache.l3.shelf import Shelf
 from tests.fakes.store_calls import StoreCalls
 
 SEGMENT = 1 << 16
@@ -338,6 +342,73 @@ def test_removed_while_in_use_it_begins_anew(place: Place, which: str) -> None:
     for node in (*nodes, place.open()):
         assert found(node, range(500, 540)) == set(range(500, 540))
         node.close()
+
+
+def test_what_dies_while_it_is_moved_is_dead_where_it_arrives(place: Place) -> None:
+    nodes = [
+        LocalNode(place.hot, place.cold, memory_bytes=8 << 20, disk_bytes=64 << 20, segment_bytes=2 << 20)
+        for _ in range(2)
+    ]
+    large = random.Random(0).randbytes(100_000)
+    number = 0
+    while not nodes[0].tend():
+        assert nodes[0].put([(name(number), [large])], timeout_s=1) == [True]
+        number += 1
+    # It has begun; half of the oldest segment is copied, and not yet to be seen.
+    assert nodes[0].tend()
+    assert not list(place.cold.glob("[0-9]*.seg"))
+    nodes[1].discard([name(0)], timeout_s=1)
+    assert nodes[1].put([(name(1), [b"newer"])], timeout_s=1) == [True]
+    tend(nodes[0])
+    assert list(place.cold.glob("[0-9]*.seg"))
+    for node in (*nodes, place.open()):
+        got: dict[int, bytes | None] = {}
+        node.get(
+            [name(number) for number in range(3)],
+            lambda i, content, got=got: got.update({i: content and bytes(content)}),
+            timeout_s=1,
+        )
+        assert got == {0: None, 1: b"newer", 2: large}
+        node.close()
+
+
+def test_a_segment_that_is_moved_is_not_written_to(place: Place) -> None:
+    node = place.open()
+    assert put(node, [0]) == 1
+    ended, *others = (place.open() for _ in range(7))
+    for number, other in enumerate((ended, *others), 1):
+        assert put(other, [number]) == 1
+    ended.close()
+    assert put(node, range(100, 112)) == 12
+    assert node.tend(), "there is no room for another segment, and one that can be moved"
+    # It has room for these.
+    numbers = range(112, 125)
+    assert put(node, numbers) == len(numbers)
+    tend(node)
+    assert found(node, numbers) == set(numbers)
+    for other in (node, *others):
+        other.close()
+    assert found(place.open(), range(130)) == {*range(8), *range(100, 125)}
+
+
+def test_what_its_writer_added_last_is_moved_with_the_rest(place: Place) -> None:
+    writer = place.open()
+    put(writer, range(3))
+    catalogue = Catalogue(
+        Shelf(place.hot, max_bytes=MEMORY, is_hot=True), Shelf(place.cold, max_bytes=DISK, is_hot=False)
+    )
+    catalogue.refresh()
+    mover = Mover(catalogue, Counter())
+    assert not mover.begin(None), "it is being written"
+    put(writer, range(3, 6))
+    writer.close()
+    assert mover.begin(None)
+    while not mover.step():
+        pass
+    mover.finish()
+    catalogue.close()
+    assert not list(place.hot.glob("[0-9]*.seg"))
+    assert found(place.open(), range(6)) == set(range(6))
 
 
 @contextlib.contextmanager
