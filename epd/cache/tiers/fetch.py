@@ -67,10 +67,6 @@ class Fetch:
         """Whether the device or the host has it now."""
         return self.on_device(kind, page) or pool.get(self.keys[page]) is not None
 
-    def is_new(self, kind: PageKind, page: int, pool: HostPool) -> bool:
-        """Whether it needs a page of its own in the host."""
-        return not self.on_device(kind, page) and not pool.knows(self.keys[page])
-
     def is_obtainable(self, kind: PageKind, page: int, pool: HostPool) -> bool:
         """Whether it is above, on its way there, or said to be in the store."""
         return self.on_device(kind, page) or page in self.stored[kind] or pool.knows(self.keys[page])

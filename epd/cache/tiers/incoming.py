@@ -42,6 +42,8 @@ class _Call:
 
     group: str
     pages: list[IncomingPage] = field(default_factory=list)
+    num_left: int = 0
+    """Pages of which the store has not said whether they came."""
     cancel: Cancel | None = None
     is_cancelled: bool = False
     is_over: bool = False
@@ -112,6 +114,7 @@ class Incoming:
                 self._pages[kind, key] = page
                 call.pages.append(page)
                 items.append((store_key(kind, key), (self._view(kind, number),)))
+            call.num_left = len(items)
             self._calls.add(call)
             pages += call.pages
             self.counters["asked"] += len(items)
@@ -161,7 +164,11 @@ class Incoming:
 
     def _key_done(self, call: _Call, index: int, came: bool) -> None:
         page = call.pages[index]
-        if call.is_over or page.is_published or page.state != "coming":
+        if call.is_over:
+            return
+        call.num_left -= 1
+        if page.state != "coming":
+            # It was condemned meanwhile.
             return
         if came:
             page.state = "arrived"
@@ -198,8 +205,8 @@ class Incoming:
                     self._pools[page.kind].discard((page.key,))
                     self.counters["discarded"] += 1
             return
-        coming = [page for page in call.pages if page.state == "coming"]
-        if coming and call.cancel is not None and not call.is_cancelled and not any(page.wanted_by for page in coming):
+        is_awaited = call.num_left == 0 or any(page.state == "coming" and page.wanted_by for page in call.pages)
+        if not is_awaited and call.cancel is not None and not call.is_cancelled:
             call.is_cancelled = True
             call.cancel()
 

@@ -74,13 +74,14 @@ class Prefetcher:
     def num_active(self) -> int:
         return len(self._active)
 
-    def num_held(self, kind: PageKind) -> int:
-        """Host pages that prefetches have pinned or are waiting for."""
+    def held(self, kind: PageKind, *, besides: Fetch | None = None) -> set[bytes]:
+        """Keys of host pages that prefetches have pinned or are waiting for; `besides`: this one not counted."""
         held: set[bytes] = set()
         for fetch in self._fetches.values():
-            held.update(fetch.pinned[kind].values())
-            held.update(page.key for page in fetch.coming[kind].values())
-        return len(held)
+            if fetch is not besides:
+                held.update(fetch.pinned[kind].values())
+                held.update(page.key for page in fetch.coming[kind].values())
+        return held
 
     def next_deadline_s(self) -> float | None:
         """When something ends that no news may announce."""
@@ -216,13 +217,15 @@ class Prefetcher:
     def _ask_windows(self, fetch: Fetch) -> None:
         probe, pool, usable = fetch.probe, self._pools["window"], fetch.usable(self._pools)
         assert probe is not None
-        while fetch.deepest(fetch.reach, usable, self._pools) is None:
-            batch = probe.next_batch(lambda page: page in fetch.lacking or fetch.is_obtainable("window", page, pool))
-            if batch:
-                self._asker.ask(fetch, "window", batch)
-                return
-            if probe.is_exhausted:
-                break
+
+        def is_known(page: int) -> bool:
+            return page in fetch.lacking or fetch.is_obtainable("window", page, pool)
+
+        while fetch.deepest(fetch.reach, usable, self._pools) is None and not probe.is_exhausted:
+            if probe.skip(is_known):
+                continue
+            self._asker.ask(fetch, "window", probe.next_batch(is_known))
+            return
         fetch.stage = "starting"
 
     def _start(self, fetch: Fetch) -> None:
@@ -238,7 +241,6 @@ class Prefetcher:
             self._end(fetch, "miss")
             return
         planned = fetch.stop, fetch.boundary
-        fetch.hold(self._pools)
         if self._are_free(fetch):
             self._fit(fetch, usable)
         if not self._are_free(fetch):
@@ -257,23 +259,31 @@ class Prefetcher:
 
     def _fit(self, fetch: Fetch, usable: int) -> None:
         """Shorten to what there is room for."""
-        wanted = fetch.wanted(self._pools)
-        missing = sorted(
-            page for kind, page in wanted if kind == "full" and fetch.is_new(kind, page, self._pools[kind])
-        )
-        room = self._room("full")
-        if len(missing) > room:
-            fetch.boundary = fetch.deepest(missing[room], usable, self._pools)
-            fetch.stop = fetch.aim(missing[room], usable)
-        if sum(fetch.is_new("window", page, self._pools["window"]) for page in fetch.window_range()) > self._room(
-            "window"
-        ):
+        stop = self._room(fetch, "full", range(fetch.stop))
+        if stop < fetch.stop:
+            fetch.boundary = fetch.deepest(stop, usable, self._pools)
+            fetch.stop = fetch.aim(stop, usable)
+        windows = fetch.window_range()
+        if self._room(fetch, "window", windows) < windows.stop:
             fetch.boundary = None
             fetch.stop = fetch.aim(fetch.stop, usable)
 
-    def _room(self, kind: PageKind) -> int:
-        pool = self._pools[kind]
-        return max(0, min(pool.num_reservable, int(_MAX_SHARE * pool.num_pages) - self.num_held(kind)))
+    def _room(self, fetch: Fetch, kind: PageKind, pages: range) -> int:
+        """The first of these pages that the host has no room for, in path order; `pages.stop` if it has for all.
+
+        A page that is ready needs room too: what is to be pinned cannot be evicted to make room.
+        """
+        pool, others = self._pools[kind], self.held(kind, besides=fetch)
+        num_share, num_free = int(_MAX_SHARE * pool.num_pages) - len(others), pool.num_reservable
+        for page in pages:
+            if fetch.on_device(kind, page):
+                continue
+            key = fetch.keys[page]
+            num_share -= key not in others
+            num_free -= pool.num_evictable_of((key,)) or not pool.knows(key)
+            if num_share < 0 or num_free < 0:
+                return page
+        return pages.stop
 
     def _are_free(self, fetch: Fetch) -> bool:
         """Whether each page that is wanted can be joined or reserved now: none is in another's hands."""

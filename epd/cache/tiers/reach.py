@@ -53,6 +53,13 @@ class WindowProbe:
     def is_exhausted(self) -> bool:
         return self.floor <= self._bottom
 
+    def skip(self, is_known: Callable[[int], bool]) -> bool:
+        """Go down over pages that need no asking, to the first that does; False when that is the next one."""
+        before = self.floor
+        while self.floor > self._bottom and is_known(self.floor - 1):
+            self.floor -= 1
+        return self.floor < before
+
     def next_batch(self, is_known: Callable[[int], bool]) -> list[int]:
         """Pages to ask for; none once everything is known. Those that `is_known` need no asking."""
         batch: list[int] = []

@@ -1,4 +1,4 @@
-"""Any order of prefetches, aborts, evictions, deadlines and write-backs, over a store that is late, forgetful and wrong.
+"""Any order of prefetches, aborts, evictions, deadlines and write-backs, over a store that is late, forgetful, wrong.
 
 After every step books balance and every ready page holds the bytes of its key (BridgeWorld.check); no page is published
 before its predecessor, read though it is there, or read twice at a time (asserted where it would happen). No request

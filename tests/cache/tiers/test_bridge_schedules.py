@@ -1,4 +1,4 @@
-"""Schedules that broke others: between two looks at the tiers something changes. A shorter hit is right, all else wrong."""
+"""Schedules that broke others: between two looks something changes. A shorter hit is right, all else wrong."""
 
 from __future__ import annotations
 
@@ -117,6 +117,21 @@ def test_10_a_backup_that_fails_leaves_its_pages_to_the_store(fails: bool) -> No
     world.host.full.discard(KEYS[2:4])
     world.settle()
     assert world.usable(KEYS) == (2 if fails else 12)
+    world.bridge.forget("a")
+    world.check_quiet()
+
+
+def test_10_a_backup_of_a_window_fails_and_the_store_has_it() -> None:
+    world = BridgeWorld()
+    world.store_has(KEYS)
+    assert world.host.window.reserve(KEYS[10:], root=KEYS[0]) is not None
+    world.prefetch("a", KEYS)
+    for _ in range(4):
+        world.store.run_all()
+        world.bridge.poll()
+    world.host.window.discard(KEYS[10:])
+    world.settle()
+    assert world.usable(KEYS) == 12
     world.bridge.forget("a")
     world.check_quiet()
 

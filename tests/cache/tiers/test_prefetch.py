@@ -115,6 +115,16 @@ def test_full_pages_beyond_the_last_window_come_when_healing_pays(heal_pages: in
     ]
 
 
+def test_windows_that_are_above_are_not_probed_for() -> None:
+    world = BridgeWorld()
+    world.store_has(KEYS)
+    world.fill("window", KEYS, [10])
+    world.prefetch("a", KEYS, device_windows=[11])
+    world.settle()
+    assert world.usable(KEYS, device_windows=[11]) == 12
+    assert all(key[:1] == b"f" for key in names(world, "exists"))
+
+
 def test_few_round_trips_for_a_sparse_chain() -> None:
     """Windows are probed from deep to shallow in batches that grow."""
     keys = chain("long", 1000)
@@ -190,6 +200,44 @@ def test_at_the_deadline_what_has_come_is_taken() -> None:
     world.bridge.forget("a")
     world.check_quiet()
     assert world.bridge.bridge_stats().prefetch["timeout"] == 1
+
+
+def test_what_came_while_the_store_was_asked_again_is_taken_too() -> None:
+    """Page 8 is missing after all, the windows of shallower boundaries are asked for, and there is no answer."""
+    world = BridgeWorld(settings=BridgeSettings(prefetch_timeout_s=1.0, read_pages=4, heal_pages=0))
+    world.store_has(KEYS, windows=[10, 11])
+    world.prefetch("a", KEYS)
+    for _ in range(2):
+        world.store.run(world.store.waiting[0])
+        world.bridge.poll()
+    del world.store.values[store_key("full", KEYS[4])]
+    first, second = world.store.waiting[:2]
+    world.store.run(first, 1)
+    world.bridge.poll()
+    world.store.run(second, 1)
+    world.bridge.poll()
+    world.store.run(first, 1)
+    world.bridge.poll()
+    assert world.num_host_pages(KEYS) == 2
+    world.store.run(first)
+    world.now_s = 5.0
+    world.bridge.poll()
+    assert not world.bridge.is_fetching("a")
+    assert world.num_host_pages(KEYS) == 4
+    world.settle()
+    world.bridge.forget("a")
+    world.check_quiet()
+
+
+def test_reading_ends_with_the_request() -> None:
+    world = BridgeWorld()
+    world.store_has(KEYS)
+    world.prefetch("a", KEYS, deadline_s=0.201)
+    for _ in range(2):
+        world.store.run(world.store.waiting[0])
+        world.bridge.poll()
+    (call,) = world.store.waiting
+    assert call.deadline_s == world.bridge.next_deadline_s() == 0.201
 
 
 def test_never_past_the_requests_own_deadline() -> None:
@@ -333,6 +381,31 @@ def test_without_room_the_hit_is_shorter_then_none() -> None:
     world.check_quiet()
 
 
+def test_making_room_does_not_take_what_the_prefix_needs() -> None:
+    """The host holds its first four pages, not pinned by anybody; there is room for two more."""
+    world = BridgeWorld(num_full_pages=8)
+    world.store_has(KEYS)
+    world.fill("full", KEYS, [0, 1, 2, 3, 10])
+    world.prefetch("a", KEYS)
+    world.settle()
+    assert world.usable(KEYS) == 6
+    assert world.host.full.stats().pinned == 6, "page 10 is of no use and not held"
+    world.bridge.forget("a")
+    world.check_quiet()
+
+
+def test_the_windows_of_a_shorter_hit_are_held_while_room_is_made() -> None:
+    world = BridgeWorld(num_full_pages=8, num_window_pages=3)
+    world.store_has(KEYS, windows=[5, 10, 11])
+    world.fill("window", KEYS, [4])
+    world.fill("window", chain("other", 2), [0, 1])
+    world.prefetch("a", KEYS)
+    world.settle()
+    assert world.usable(KEYS) == 6
+    world.bridge.forget("a")
+    world.check_quiet()
+
+
 def test_without_room_for_windows_only_healing_is_left() -> None:
     world = BridgeWorld(num_window_pages=2, settings=BridgeSettings(heal_pages=2))
     world.store_has(KEYS)
@@ -405,3 +478,40 @@ def test_condemned_while_they_come() -> None:
     world.bridge.forget("a")
     world.check_quiet()
     assert world.num_host_pages(KEYS) == 0
+
+
+def test_condemned_by_the_store_side_alone() -> None:
+    world = BridgeWorld()
+    world.store_has(KEYS)
+    world.prefetch("a", KEYS)
+    for _ in range(2):
+        world.store.run(world.store.waiting[0])
+        world.bridge.poll()
+    (call,) = world.store.waiting
+    world.store.run(call, 3)
+    world.bridge.condemn(KEYS)
+    assert call.is_cancelled
+    world.settle()
+    assert world.num_host_pages(KEYS) == 0
+    world.bridge.forget("a")
+    world.check_quiet()
+
+
+def test_condemned_with_a_path_that_shares_its_beginning() -> None:
+    """The host condemns by first page, so pages of a branch go that the bridge was not told of."""
+    world = BridgeWorld()
+    branch = chain("branch", 8, shared=("prompt", 4))
+    world.store_has(branch)
+    world.prefetch("a", branch)
+    for _ in range(2):
+        world.store.run(world.store.waiting[0])
+        world.bridge.poll()
+    (call,) = world.store.waiting
+    world.store.run(call, 6)
+    for pool in world.pools.values():
+        pool.condemn(KEYS[0])
+    world.settle()
+    assert world.num_host_pages(branch) == 0
+    assert world.bridge.collect() == ("a",)
+    world.bridge.forget("a")
+    world.check_quiet()

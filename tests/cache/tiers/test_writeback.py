@@ -106,6 +106,32 @@ def test_a_shortfall_ends_a_belief() -> None:
     assert len(world.store.values) == 8
 
 
+def test_no_answer_ends_no_belief() -> None:
+    """Else a store that is slow would be given all its pages once more."""
+    world = BridgeWorld()
+    world.computes(KEYS, 0, 4)
+    world.settle()
+    for pool in world.pools.values():
+        pool.clear()
+    world.prefetch("a", KEYS[:4])
+    world.now_s = 0.2
+    world.store.expire()
+    world.bridge.poll()
+    assert world.bridge.bridge_stats().num_believed_keys == 8
+    world.bridge.forget("a")
+    world.now_s = 0.3
+    world.prefetch("b", KEYS[:4])
+    for _ in range(2):
+        world.store.run(world.store.waiting[0])
+        world.bridge.poll()
+    world.now_s = 1.0
+    world.store.expire()
+    world.bridge.poll()
+    assert world.bridge.bridge_stats().num_believed_keys == 8
+    world.bridge.forget("b")
+    world.check_quiet()
+
+
 def test_a_full_queue_leaves_the_ends_behind() -> None:
     world = BridgeWorld(settings=BridgeSettings(max_queued_pages=9))
     world.computes(KEYS)
