@@ -78,7 +78,7 @@ class _Clocks:
     def findings(self, drawn: tuple[State, ...]) -> Findings:
         ms = {state: 1000 * median(times) for state, times in self.times_s.items()}
         return Findings(
-            lines=(", ".join(f"{state} {value:.3g} ms" for state, value in ms.items()),),
+            lines=(", ".join(f"{state} {_digits(value)} ms" for state, value in ms.items()),),
             figures={"ttft_ms": {state: float(f"{value:.5g}") for state, value in ms.items()}},
             panels=(
                 Panel(
@@ -90,6 +90,10 @@ class _Clocks:
                 ),
             ),
         )
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 @contextmanager

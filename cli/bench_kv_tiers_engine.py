@@ -24,6 +24,7 @@ _CHUNK_TOKENS = 2048
 _DEVICE_BYTES = 512 << 20
 _HOST_BYTES = 512 << 20
 _STORE_BYTES = 512 << 20
+_PATIENCE_S = 30.0
 # Ids that are no marks, in every tokenizer we carry.
 _IDS = range(300, 1000)
 
@@ -86,6 +87,8 @@ class TierEngine:
                 host_budget_bytes=_HOST_BYTES if host else 0,
                 kv_store=f"local:{store}" if store is not None else "",
                 kv_store_memory_bytes=_STORE_BYTES,
+                # It is the time that reading takes which is measured, on a busy machine too.
+                prefetch_timeout_s=_PATIENCE_S,
             )
         )
 
@@ -122,17 +125,17 @@ class TierEngine:
 
 
 def _require(state: State, usage: Usage, num_tokens: int) -> None:
-    """At least one token is computed, whole pages are found, and healing leaves fewer rows to run than there are."""
+    """At least one token is computed, and whole pages are found; of those healed, KV was found in full layers only."""
     whole = (num_tokens - 1) // PAGE_SIZE * PAGE_SIZE
     cached, host, store, healed = usage.cached_tokens, usage.host_tokens, usage.store_tokens, usage.healed_tokens
-    expected = {
-        "L1": (whole, 0, 0, False),
-        "L2": (whole, whole, 0, False),
-        "L3": (whole, 0, whole, False),
-        "heal": (whole, 0, 0, True),
-        "cold": (0, 0, 0, False),
+    is_right = {
+        "L1": (cached, host, store, healed) == (whole, 0, 0, 0),
+        "L2": (cached, host, store, healed) == (whole, whole, 0, 0),
+        "L3": (cached, host, store, healed) == (whole, 0, whole, 0),
+        "heal": healed > 0 and cached + healed >= whole and host == store == 0,
+        "cold": cached == healed == 0,
     }[state]
-    if (cached, host, store, healed > 0) != expected:
+    if not is_right:
         raise BenchFailed(
             f"of {num_tokens} tokens that were to be found as {state}, {cached} were cached, {host} of them on the "
             f"host and {store} in the store, and {healed} healed"

@@ -3,6 +3,7 @@
 Everything below the transport is what a worker runs: scheduler, prefix cache, pools, runner, model and attention.
 """
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,9 +22,8 @@ from epd.transport.base import Message, Peer, Received
 from epd.types import Finish, FinishReason, GenerateRequest, SamplingParams, Submit, TokenDelta, Usage
 
 _FAR_OFF_S = 1e6
-# Longer than any copy or write of a trial takes; and between two looks at them.
+# Longer than any copy or write of a trial takes.
 _SETTLE_S = 60.0
-_POLL_S = 0.0005
 _ASKER = Peer(b"trial")
 
 
@@ -48,6 +48,7 @@ class EngineTrial:
         # Between two requests as much time may pass as the caller likes.
         self._engine = build_engine(replace(config, peer_timeout_s=_FAR_OFF_S), self._desk, model=self._model)
         self._num_asked = 0
+        self._wait_s = 0.0
         self.answers: dict[str, list[int]] = {}
         """Tokens so far, by request id."""
         self.usage: dict[str, Usage] = {}
@@ -79,7 +80,8 @@ class EngineTrial:
 
     def step(self) -> int:
         """One step of the engine; returns how many tokens it gave. Raises TrialFailed."""
-        self._engine.loop.step()
+        # As a worker's loop does it: while nothing can be computed, threads that copy have the interpreter.
+        self._wait_s = self._engine.loop.step(self._wait_s)
         sent, self._desk.sent = self._desk.sent, []
         num_tokens = 0
         for message in sent:
@@ -99,7 +101,6 @@ class EngineTrial:
             self.step()
             if time.monotonic() > until_s:
                 raise TrialFailed(f"KV was still on its way between the tiers after {_SETTLE_S:g} s")
-            time.sleep(_POLL_S)
 
     def forget(self, what: Literal["windows", "device", "host"]) -> None:
         """Evict all windows from the device, or everything, or everything from the host's memory; the next tier gets
@@ -135,8 +136,12 @@ class _Desk:
     def __init__(self) -> None:
         self.inbox: list[Received] = []
         self.sent: list[Message] = []
+        self._woken = threading.Event()
 
     def receive(self, timeout_s: float) -> list[Received]:
+        if not self.inbox and timeout_s > 0:
+            self._woken.wait(timeout_s)
+        self._woken.clear()
         received, self.inbox = self.inbox, []
         return received
 
@@ -153,7 +158,7 @@ class _Desk:
         raise AssertionError(f"a trial has no worker at {address}")
 
     def wake(self) -> None:
-        """Nobody waits."""
+        self._woken.set()
 
     def close(self) -> None:
         """Nothing is open."""
