@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ _MAX_PROMOTIONS: Final = 4096
 _MAX_USES: Final = 1 << 16
 # A cold record that is read so often has its place among the hot ones.
 _HOT_USES: Final = 2
+_LEAVE_S: Final = 10.0
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -78,6 +80,7 @@ class LocalNode:
         self._active: Segment | None = None
         self._uses: dict[bytes, int] = {}
         self._promotions: OrderedDict[bytes, None] = OrderedDict()
+        self._tends_from_s = 0.0
         with self._explained("open"):
             self._open()
 
@@ -340,19 +343,25 @@ class LocalNode:
                 self._catalogue.refresh()
                 self._promote()
             return bool(self._promotions)
-        if not self._is_room_needed():
+        if time.monotonic() < self._tends_from_s or not self._is_room_needed():
             return False
-        with contextlib.suppress(OSError):
+        try:
             return self._mover.begin(self._active)
-        return False
+        except OSError:
+            return self._leave_for_now()
 
     def _go_on_moving(self) -> bool:
-        # When the disk is full: what is to be done about that is done when there is no other way.
-        with contextlib.suppress(OSError):
+        try:
             if self._mover.step():
                 with self._lock.hold(0):
                     self._mover.finish()
             return True
+        except OSError:
+            return self._leave_for_now()
+
+    def _leave_for_now(self) -> bool:
+        """The disk is full, or at fault: room is made when there is no other way, by letting go of something."""
+        self._tends_from_s = time.monotonic() + _LEAVE_S
         return False
 
     def _is_room_needed(self) -> bool:

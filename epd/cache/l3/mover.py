@@ -44,7 +44,11 @@ class Mover:
         if self._demotion is None and self._catalogue.cold is not None:
             segment = self._choose(spared)
             if segment is not None:
-                self._demotion = _Demotion(segment, self._catalogue, self._catalogue.cold)
+                try:
+                    self._demotion = _Demotion(segment, self._catalogue, self._catalogue.cold)
+                except OSError as error:
+                    self._complain(error)
+                    raise
         return self._demotion is not None
 
     def step(self) -> bool:
@@ -53,7 +57,8 @@ class Mover:
             return True
         try:
             return self._demotion.step()
-        except OSError:
+        except OSError as error:
+            self._complain(error)
             self.abandon()
             raise
 
@@ -74,9 +79,7 @@ class Mover:
                         pass
                     self.finish()
                     return True
-                except OSError as error:
-                    self._complain(error)
-                    self.abandon()
+                except OSError:
                     if not self._evict_cold():
                         break
         segment = self._choose(spared)
@@ -120,7 +123,8 @@ class Mover:
                 demotion.settle()
                 cold.show(demotion.target)
                 self._catalogue.opened(demotion.target)
-        except OSError:
+        except OSError as error:
+            self._complain(error)
             demotion.abandon()
             raise
         for key, _, copy in copies:

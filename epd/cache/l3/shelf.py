@@ -106,20 +106,10 @@ class Shelf:
         changed_ns = status.st_mtime_ns
         if changed_ns == self._changed_ns and self._is_sure:
             return None
-        names: set[str] = set()
-        used_bytes = 0
-        with os.scandir(self.root) as found:
-            for file in found:
-                is_segment = _NAME.fullmatch(file.name) is not None
-                if is_segment or file.name.startswith(_NEW):
-                    with contextlib.suppress(FileNotFoundError):
-                        used_bytes += file.stat(follow_symlinks=False).st_size
-                if is_segment:
-                    names.add(file.name)
+        names = self._read()
         self._changed_ns, self._is_sure = changed_ns, looked_ns - changed_ns > _TICK_NS
-        self.used_bytes = used_bytes
         ages = sorted(names)
-        is_filling = used_bytes > self.max_bytes // 2
+        is_filling = self.used_bytes > self.max_bytes // 2
         self.old_before_ns = int(ages[len(ages) // 2].split("-")[0]) if ages and is_filling else 0
         return names - self._refused
 
@@ -146,8 +136,7 @@ class Shelf:
 
     def measure(self) -> int:
         """Bytes of all files, those being made included. Raises OSError."""
-        self.look_anew()
-        self.look()
+        self._read()
         return self.used_bytes
 
     def by_age(self) -> list[Segment]:
@@ -184,3 +173,18 @@ class Shelf:
                     pass
                 finally:
                     os.close(descriptor)
+
+    def _read(self) -> set[str]:
+        """Names of the segments; sets `used_bytes`, to which those in the making belong."""
+        names: set[str] = set()
+        used_bytes = 0
+        with os.scandir(self.root) as found:
+            for file in found:
+                is_segment = _NAME.fullmatch(file.name) is not None
+                if is_segment or file.name.startswith(_NEW):
+                    with contextlib.suppress(FileNotFoundError):
+                        used_bytes += file.stat(follow_symlinks=False).st_size
+                if is_segment:
+                    names.add(file.name)
+        self.used_bytes = used_bytes
+        return names
