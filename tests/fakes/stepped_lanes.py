@@ -36,7 +36,7 @@ class SteppedLanes:
         self._permits.release(10_000)
 
     def fail(self) -> None:
-        """The next layer that is released fails, and with it its copy."""
+        """The next layer of a load that is released fails, and with it the load."""
         self._fails = True
         self.release()
 
@@ -55,7 +55,7 @@ class SteppedLanes:
             # Keys and values of a layer are two parts.
             if number % 2 == 0 and not self._permits.acquire(timeout=_PATIENCE_S):
                 raise CopyBroken("nobody released a layer")
-            if self._fails:
+            if self._fails and moves.is_load:
                 self._fails = False
                 raise CopyBroken("the copy broke")
             _copy(part, moves)
