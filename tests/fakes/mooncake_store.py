@@ -68,6 +68,8 @@ class MooncakeStore:
 
     def pause(self) -> None:
         self._master.send_signal(signal.SIGSTOP)
+        # Not before it stands still.
+        os.waitid(os.P_PID, self._master.pid, os.WSTOPPED)
 
     def resume(self) -> None:
         self._master.send_signal(signal.SIGCONT)

@@ -1,6 +1,7 @@
 """A real Redis server of its own, on a free port, for as long as a test needs it."""
 
 import contextlib
+import os
 import shutil
 import signal
 import socket
@@ -29,6 +30,8 @@ class RedisServer:
 
     def pause(self) -> None:
         self._process.send_signal(signal.SIGSTOP)
+        # Not before it stands still.
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
 
     def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)
