@@ -10,7 +10,6 @@ A value that cannot be kept, there being no room or no right to write, is not ke
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import time
 from collections import Counter, OrderedDict
@@ -21,8 +20,9 @@ from typing import Final
 from epd.cache.l3.base import Buffer, NodeFailed, NodeTimedOut, NodeUsage, Sink
 from epd.cache.l3.catalogue import Catalogue
 from epd.cache.l3.mover import Mover
-from epd.cache.l3.segment import HEAD_BYTES, Entry, Scratch, Segment, entry_bytes
+from epd.cache.l3.segment import Entry, Scratch
 from epd.cache.l3.shelf import Shelf, StoreLock
+from epd.cache.l3.writer import LOCK_WAIT_S, Writer
 
 __all__ = ["LocalNode"]
 
@@ -33,18 +33,12 @@ _SEGMENTS: Final = 16
 _COLD_SEGMENTS: Final = 512
 _FEWEST_SEGMENTS: Final = 4
 _LEAST_SEGMENT_BYTES: Final = 1 << 16
-_LOCK_WAIT_S: Final = 1.0
 _PROMOTE_BYTES: Final = 1 << 20
 _MAX_PROMOTIONS: Final = 4096
 _MAX_USES: Final = 1 << 16
 # A cold record that is read so often has its place among the hot ones.
 _HOT_USES: Final = 2
 _LEAVE_S: Final = 10.0
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-class _NoRoom(Exception):
-    """All segments of the hot shelf are being written by others, or the value is larger than a segment."""
 
 
 class LocalNode:
@@ -77,7 +71,6 @@ class LocalNode:
         self._segment_bytes = segment_bytes
         self._counters: Counter[str] = Counter()
         self._scratch = Scratch()
-        self._active: Segment | None = None
         self._uses: dict[bytes, int] = {}
         self._promotions: OrderedDict[bytes, None] = OrderedDict()
         self._tends_from_s = 0.0
@@ -104,7 +97,7 @@ class LocalNode:
             else:
                 fresh.append(index)
         with self._explained("write to"):
-            for index in self._append_all([items[index] for index in fresh]):
+            for index in self._writer.add([items[index] for index in fresh]):
                 kept[fresh[index]] = True
         return kept
 
@@ -120,7 +113,7 @@ class LocalNode:
                 self._used(key, places[0])
 
     def discard(self, keys: Sequence[bytes], *, timeout_s: float) -> None:
-        with self._explained("discard from"), self._lock.hold(max(timeout_s, _LOCK_WAIT_S)):
+        with self._explained("discard from"), self._lock.hold(max(timeout_s, LOCK_WAIT_S)):
             # Looked at under the lock: what others promoted or demoted until now dies, too.
             self._catalogue.refresh()
             self._kill_shadows()
@@ -157,7 +150,6 @@ class LocalNode:
             self._mover.abandon()
         self._catalogue.close()
         self._lock.close()
-        self._active = None
 
     def _open(self) -> None:
         hot = Shelf(self._hot_root, max_bytes=self._memory_bytes, is_hot=True)
@@ -165,8 +157,8 @@ class LocalNode:
         self._lock = StoreLock(self._hot_root / _LOCK)
         self._catalogue = Catalogue(hot, cold)
         self._mover = Mover(self._catalogue, self._counters)
-        self._active = None
-        with contextlib.suppress(NodeTimedOut), self._lock.hold(_LOCK_WAIT_S):
+        self._writer = Writer(self._catalogue, self._mover, self._lock, self._counters, self._segment_bytes)
+        with contextlib.suppress(NodeTimedOut), self._lock.hold(LOCK_WAIT_S):
             hot.sweep()
             if cold is not None:
                 cold.sweep()
@@ -181,10 +173,7 @@ class LocalNode:
                 logger.warning("the local KV store in %s was removed and begins anew", self._hot_root)
                 self.close()
                 self._open()
-        if self._active is not None and self._active.path.name not in self._catalogue.hot.segments:
-            # Somebody cleared the store.
-            self._active.close()
-            self._active = None
+        self._writer.let_go_if_gone()
 
     def _read(self, key: bytes) -> memoryview | None:
         for entry in self._catalogue.places(key):
@@ -231,105 +220,15 @@ class LocalNode:
         if value is not None and bytes(value) == content:
             return True
         try:
-            with self._explained("write to"), self._lock.hold(_LOCK_WAIT_S):
+            with self._explained("write to"), self._lock.hold(LOCK_WAIT_S):
                 self._catalogue.refresh()
-                kept = bool(self._append_all([(key, [content])], is_locked=True))
+                kept = bool(self._writer.add([(key, [content])], is_locked=True))
                 if kept:
                     self._kill_shadows()
                 return kept
         except NodeTimedOut:
             self._counters["unkept"] += 1
             return False
-
-    def _append_all(
-        self, items: Sequence[tuple[bytes, Sequence[Buffer]]], *, is_locked: bool = False, stamp: int | None = None
-    ) -> list[int]:
-        """Indices of the items that are on the hot shelf now, with the given stamp or new ones. Raises OSError."""
-        sizes = [entry_bytes(key, sum(memoryview(piece).nbytes for piece in pieces)) for key, pieces in items]
-        kept: list[int] = []
-        start = 0
-        while start < len(items):
-            room_bytes = 0 if self._active is None else self._segment_bytes - self._active.tail
-            stop = start
-            while stop < len(items) and sizes[stop] <= room_bytes:
-                room_bytes -= sizes[stop]
-                stop += 1
-            try:
-                if stop == start:
-                    self._begin_segment(sizes[start], is_locked=is_locked)
-                    continue
-                assert self._active is not None
-                batch = [
-                    (key, pieces, self._catalogue.next_stamp() if stamp is None else stamp)
-                    for key, pieces in items[start:stop]
-                ]
-                entries = self._append(batch, is_locked=is_locked)
-            except (_NoRoom, NodeTimedOut):
-                self._counters["unkept"] += 1
-                start += 1
-                continue
-            for (key, _, _), entry in zip(batch, entries, strict=True):
-                self._catalogue.add(key, entry)
-            kept.extend(range(start, stop))
-            start = stop
-        return kept
-
-    def _append(self, batch: list[tuple[bytes, Sequence[Buffer], int]], *, is_locked: bool) -> list[Entry]:
-        """Try again once with less on the hot shelf, when the memory does not hold what it should. Raises _NoRoom."""
-        for is_last in (False, True):
-            try:
-                assert self._active is not None
-                return self._active.append(batch)
-            except OSError as error:
-                if error.errno not in _FULL:
-                    raise
-                self._counters["full"] += 1
-                if is_last:
-                    break
-                with contextlib.nullcontext() if is_locked else self._lock.hold(_LOCK_WAIT_S):
-                    self._catalogue.refresh()
-                    if not self._mover.make_room(self._active):
-                        break
-        raise _NoRoom
-
-    def _begin_segment(self, need_bytes: int, *, is_locked: bool) -> None:
-        """Raises _NoRoom, NodeTimedOut, OSError."""
-        if need_bytes > self._segment_bytes - HEAD_BYTES:
-            raise _NoRoom
-        with contextlib.nullcontext() if is_locked else self._lock.hold(_LOCK_WAIT_S):
-            hot = self._catalogue.hot
-            if self._active is not None:
-                self._active.seal()
-                self._active.unlock()
-                self._active = None
-            self._catalogue.refresh()
-            if self._adopt(need_bytes):
-                return
-            while hot.measure() + self._segment_bytes > self._memory_bytes:
-                if not self._mover.make_room(None):
-                    raise _NoRoom
-            try:
-                segment = hot.make(self._segment_bytes)
-            except OSError as error:
-                if error.errno in _FULL:
-                    raise _NoRoom from error
-                raise
-            hot.show(segment)
-            self._active = segment
-
-    def _adopt(self, need_bytes: int) -> bool:
-        """Go on with a segment whose writer has ended."""
-        for segment in self._catalogue.hot.by_age():
-            if self._segment_bytes - segment.tail < need_bytes or segment.size_bytes < self._segment_bytes:
-                continue
-            if not self._mover.is_moving(segment) and segment.lock():
-                self._catalogue.scan(segment)
-                if segment.is_linked and self._segment_bytes - segment.tail >= need_bytes:
-                    self._catalogue.own(segment)
-                    self._active = segment
-                    return True
-                segment.unlock()
-        return False
 
     def _tend(self) -> bool:
         if self._catalogue.shadows:
@@ -343,10 +242,10 @@ class LocalNode:
                 self._catalogue.refresh()
                 self._promote()
             return bool(self._promotions)
-        if time.monotonic() < self._tends_from_s or not self._is_room_needed():
+        if time.monotonic() < self._tends_from_s or not self._writer.is_room_needed():
             return False
         try:
-            return self._mover.begin(self._active)
+            return self._mover.begin(self._writer.active)
         except OSError:
             return self._leave_for_now()
 
@@ -364,12 +263,6 @@ class LocalNode:
         self._tends_from_s = time.monotonic() + _LEAVE_S
         return False
 
-    def _is_room_needed(self) -> bool:
-        """Whether there is no room for another segment, and soon need for one."""
-        hot = self._catalogue.hot
-        is_half_full = self._active is not None and self._active.tail > self._segment_bytes // 2
-        return is_half_full and hot.measure() + self._segment_bytes > self._memory_bytes
-
     def _promote(self) -> None:
         """Under the store's lock: what dies meanwhile has died in all places."""
         left_bytes = _PROMOTE_BYTES
@@ -384,7 +277,7 @@ class LocalNode:
                 continue
             self._promotions.pop(key, None)
             left_bytes -= value.nbytes
-            if self._append_all([(key, [bytes(value)])], is_locked=True, stamp=entry.stamp):
+            if self._writer.add([(key, [bytes(value)])], is_locked=True, stamp=entry.stamp):
                 self._uses.pop(key, None)
                 self._counters["promoted"] += 1
 
