@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from epd.cache.l3.open import open_store
     from epd.cache.prefix import PrefixCache, PrefixHit
     from epd.cache.retention import RetentionPolicy
     from epd.cache.sequence_pages import SequencePages
@@ -63,6 +64,7 @@ __all__ = [
     "import_gguf",
     "inspect_checkpoint",
     "make_policy",
+    "open_store",
     "plan_host",
     "plan_pools",
     "plan_worker",
@@ -108,6 +110,7 @@ _HOMES = {
     "import_gguf": "epd.model.gguf.checkpoint",
     "inspect_checkpoint": "epd.model.checkpoint",
     "make_policy": "epd.cache.victims",
+    "open_store": "epd.cache.l3.open",
     "plan_host": "epd.kv.layout",
     "plan_pools": "epd.kv.layout",
     "plan_worker": "epd.engine.sizing",
