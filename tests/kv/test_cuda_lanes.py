@@ -74,9 +74,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
         number = len(streams) + 1
         return streams.setdefault(number, FakeStream(number))
 
-    def copy(
-        target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int, stream: int
-    ) -> None:
+    def copy(target: int, pitch: int, source: int, source_pitch: int, width: int, rows: int, stream: int) -> None:
         log = streams[stream].log
         if made.fails_at is not None and sum(entry[0] == "copy" for entry in log) == made.fails_at:
             raise RuntimeError("cudaMemcpy2DAsync ended with 700")
