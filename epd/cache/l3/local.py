@@ -245,7 +245,9 @@ class LocalNode:
         if time.monotonic() < self._tends_from_s or not self._writer.is_room_needed():
             return False
         try:
-            return self._mover.begin(self._writer.active)
+            with self._lock.hold(0):
+                self._catalogue.refresh()
+                return self._mover.begin(self._writer.active)
         except OSError:
             return self._leave_for_now()
 

@@ -40,15 +40,25 @@ class Mover:
         return self._demotion is not None and segment in (None, self._demotion.source)
 
     def begin(self, spared: Segment | None) -> bool:
-        """Choose a segment to demote, but not the spared one. False when there is none. Raises OSError."""
-        if self._demotion is None and self._catalogue.cold is not None:
+        """Under the store's lock: choose a segment to demote, but not the spared one, and make room for it.
+
+        False when there is none, or nowhere to put it. Raises OSError.
+        """
+        cold = self._catalogue.cold
+        if self._demotion is None and cold is not None:
             segment = self._choose(spared)
-            if segment is not None:
-                try:
-                    self._demotion = _Demotion(segment, self._catalogue, self._catalogue.cold)
-                except OSError as error:
-                    self._complain(error)
-                    raise
+            if segment is None:
+                return False
+            cold.sweep()
+            while cold.measure() + segment.tail > cold.max_bytes:
+                if not self._evict_cold():
+                    segment.unlock()
+                    return False
+            try:
+                self._demotion = _Demotion(segment, self._catalogue, cold)
+            except OSError as error:
+                self._complain(error)
+                raise
         return self._demotion is not None
 
     def step(self) -> bool:
@@ -74,7 +84,7 @@ class Mover:
             for _ in range(2):
                 try:
                     if not self.begin(spared):
-                        return False
+                        break
                     while not self.step():
                         pass
                     self.finish()
@@ -115,11 +125,6 @@ class Mover:
             return
         try:
             if copies:
-                while cold.measure() > cold.max_bytes:
-                    if not self._evict_cold():
-                        demotion.abandon()
-                        self._evict(hot, demotion.source)
-                        return
                 demotion.settle()
                 cold.show(demotion.target)
                 self._catalogue.opened(demotion.target)
@@ -171,7 +176,8 @@ class _Demotion:
         self._left = list(reversed(source.entries))
         self._old_before_ns = cold.old_before_ns
         try:
-            self.target = cold.make(0)
+            # As large as it may become: so much of the shelf is taken from now on.
+            self.target = cold.make(source.tail)
         except OSError:
             source.unlock()
             raise
@@ -189,7 +195,8 @@ class _Demotion:
         return not self._left
 
     def settle(self) -> None:
-        """Under the store's lock: the copy is as dead as the original."""
+        """Under the store's lock: the copy is as dead as the original, and no larger than it need be."""
+        self.target.seal()
         for _, entry, copy in self.copies:
             if not self.source.is_alive(entry):
                 self.target.kill(copy)

@@ -113,6 +113,7 @@ class Writer:
             self._catalogue.refresh()
             if self._adopt(need_bytes):
                 return
+            hot.sweep()
             while hot.measure() + self._segment_bytes > hot.max_bytes:
                 if not self._mover.make_room(None):
                     raise _NoRoom

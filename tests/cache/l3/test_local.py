@@ -394,6 +394,17 @@ def test_what_dies_while_it_is_moved_is_dead_where_it_arrives(place: Place) -> N
         node.close()
 
 
+def test_what_a_killed_process_left_half_moved_takes_no_room_for_long(place: Place) -> None:
+    node = place.open()
+    for root in (place.hot, place.cold):
+        with (root / ".new-00000000000000000001-0000abcd.seg").open("wb") as left_over:
+            left_over.truncate(7 * SEGMENT)
+    assert put(node, range(350)) == 350
+    assert found(node, range(350)) == set(range(350))
+    assert not [path for root in (place.hot, place.cold) for path in root.glob(".new-*1-0000abcd.seg")]
+    node.close()
+
+
 def test_a_segment_that_is_moved_is_not_written_to(place: Place) -> None:
     node = place.open()
     assert put(node, [0]) == 1
@@ -550,3 +561,56 @@ def test_urls(tmp_path: Path) -> None:
         shutil.rmtree(hot_root(directory), ignore_errors=True)
     with pytest.raises(ValueError, match="but not"):
         open_store("ftp://host", **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("disk", [0, 6 * SEGMENT])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_history_with_little_room(place: Place, seed: int, disk: int) -> None:
+    """Three processes put, overwrite, discard, read, touch, move and restart; a value is the last one, or gone."""
+    rng = random.Random(seed)
+    nodes = [place.open(memory=6 * SEGMENT, disk=disk) for _ in range(3)]
+    last: dict[int, int | None] = {}
+    num_hits = 0
+    for step in range(900):
+        which = rng.randrange(3)
+        node = nodes[which]
+        numbers = [int(rng.triangular(0, 300, 0)) for _ in range(4)]
+        what = rng.choice(("put", "put", "put", "get", "get", "touch", "discard", "tend", "tend", "reopen"))
+        if what == "put":
+            numbers = sorted(set(numbers))
+            seeds = [step if rng.random() < 0.2 else 0 for _ in numbers]
+            items = [(name(number), [value(number, some)]) for number, some in zip(numbers, seeds, strict=True)]
+            kept = node.put(items, timeout_s=1)
+            assert all(kept)
+            last.update(zip(numbers, seeds, strict=True))
+        elif what == "get":
+            got: list[bytes | None] = [b""] * len(numbers)
+
+            def sink(index: int, content: memoryview | None, got: list[bytes | None] = got) -> None:
+                got[index] = None if content is None else bytes(content)
+
+            node.get([name(number) for number in numbers], sink, timeout_s=1)
+            for number, content in zip(numbers, got, strict=True):
+                seed_of_last = last.get(number)
+                right = None if seed_of_last is None else value(number, seed_of_last)
+                assert content in (None, right), f"step {step}: {number} has another value than the last"
+                num_hits += content is not None
+            there = node.exists([name(number) for number in numbers], timeout_s=1)
+            assert there == [content is not None for content in got]
+        elif what == "touch":
+            node.touch([name(number) for number in numbers], timeout_s=1)
+        elif what == "discard":
+            node.discard([name(numbers[0])], timeout_s=1)
+            last[numbers[0]] = None
+        elif what == "tend":
+            node.tend()
+        elif rng.random() < 0.3:
+            node.close()
+            nodes[which] = place.open(memory=6 * SEGMENT, disk=disk)
+        if step % 20 == 0:
+            hot_bytes, cold_bytes = sizes_of_hot(place), sum(path.stat().st_size for path in place.cold.glob("*"))
+            assert hot_bytes <= 6 * SEGMENT
+            assert cold_bytes <= disk
+    assert num_hits > 100
+    for node in nodes:
+        node.close()
