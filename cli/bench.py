@@ -165,7 +165,7 @@ def kv(
 
     With `--tiers` it is the hierarchy that is measured: the first token of a prompt whose KV is on the device, in the
     host's memory, in the local store, to be healed, or nowhere; what an engine finds in the store of another that has
-    ended; and hits of agents with little device memory and a host behind it.
+    ended; hits of agents with little device memory and a host behind it; and bytes that come out of a store.
 
     Example: mimo bench kv --only agent
 

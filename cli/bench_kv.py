@@ -27,6 +27,7 @@ def kv_cases(directory: Path | None = None) -> tuple[Case, ...]:
 
 def tier_cases(directory: Path | None = None) -> tuple[Case, ...]:
     """Of the tiers behind the device; as above."""
+    from cli.bench_kv_store import store_cases
     from cli.bench_kv_tiers_hits import hit_tier_cases
 
-    return (*ttft_tier_cases(), *hit_tier_cases(directory or DIRECTORY))
+    return (*ttft_tier_cases(), *hit_tier_cases(directory or DIRECTORY), *store_cases())
