@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final
 
 from cli.bench_case import Bars, BenchFailed, Case, Contest, Findings, Setting
-from epd import open_store
+from epd import open_store, remove_local_store
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -60,6 +60,8 @@ def _opened(setting: Setting, bars: Bars, *, kind: str) -> Iterator[Contest]:
         bars.begin("starting redis-server", 1)
         plain = stack.enter_context(_running_redis(Path(folder)))
         url = plain[0] if kind == "redis" else f"local:{folder}/store"
+        # Its memory is elsewhere, and would stay.
+        stack.callback(remove_local_store, Path(folder) / "store")
         store = stack.enter_context(_Store.opened(url))
         keys = [b"%d" % index for index in range(num_values)]
         values = [secrets.token_bytes(_VALUE_BYTES) for _ in keys]

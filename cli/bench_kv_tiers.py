@@ -24,6 +24,7 @@ _REPEATS = 5
 """Of what takes milliseconds, per round: the figure is their median."""
 _NUM_HELD = 4
 """Prompts that the store holds when an engine starts again."""
+_STORE = "store"
 _SEEN = "sent before, and since then"
 _WORDS: dict[State, str] = {
     "L1": "the same prompt sent again, its KV on the device",
@@ -99,7 +100,7 @@ def _digits(value: float) -> str:
 @contextmanager
 def _opened(setting: Setting, bars: Bars, *, num_tokens: int, state: State, rival: State) -> Iterator[Contest]:
     with _stage(setting, bars, num_tokens) as (folder, model_dir, prompts):
-        store = folder / "store" if state == "L3" else None
+        store = folder / _STORE if state == "L3" else None
         engine = TierEngine(model_dir, setting, num_tokens=prompts.num_tokens, host=state != "heal", store=store)
         try:
             prompt = prompts.take()
@@ -126,11 +127,17 @@ def _opened(setting: Setting, bars: Bars, *, num_tokens: int, state: State, riva
 def _stage(setting: Setting, bars: Bars, num_tokens: int) -> Iterator[tuple[Path, Path, Prompts]]:
     """A directory that goes again, in it a model, and prompts of so many tokens, fewer if it is to be quick."""
     from encoder import num_threads
+    from epd import remove_local_store
 
     length = max(_LEAST_TOKENS, num_tokens // _QUICK_SHARE) if setting.quick else num_tokens
     with num_threads(setting.num_threads), TemporaryDirectory(prefix="mimo-bench-kv-") as name:
+        folder = Path(name)
         bars.begin("loading the engine", 1)
-        yield Path(name), long_model(Path(name), length + 2), Prompts(length)
+        try:
+            yield folder, long_model(folder, length + 2), Prompts(length)
+        finally:
+            # Its memory is elsewhere, and would stay.
+            remove_local_store(folder / _STORE)
 
 
 def _found_s(engine: TierEngine, prompt: list[int], state: State) -> float:
@@ -176,7 +183,7 @@ class _Restarts:
     """One engine at a time on one store."""
 
     def __init__(self, folder: Path, model_dir: Path, setting: Setting, *, num_tokens: int) -> None:
-        self._start = partial(TierEngine, model_dir, setting, num_tokens=num_tokens, host=True, store=folder / "store")
+        self._start = partial(TierEngine, model_dir, setting, num_tokens=num_tokens, host=True, store=folder / _STORE)
         self.engine = self._start()
 
     def __enter__(self) -> _Restarts:

@@ -1,22 +1,26 @@
-"""`mimo cache`: what the embedding caches of this host hold, and emptying them."""
+"""`mimo cache`: what the caches of this host hold, embeddings and KV; emptying them; where a deployment found KV."""
 
 import json
-import time
+import os
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from cli.load import ConfigError
-from cli.terminal import quoted, say
+from cli.cache_view import mib, show_arena, show_kv_store, show_worker
+from cli.cache_workers import DeploymentSilent, deployment_tiers
+from cli.load import ConfigError, kv_store_dir
+from cli.terminal import say
 from encoder import ArenaReport, arena_reports, clear_arena
 from encoder.errors import ArenaUnavailable, EncoderBusy
+from epd import LocalStoreReport, clear_local_store, local_store_reports
 
 cache = typer.Typer(
     name="cache",
-    help="""Look into the embedding caches of the encoders that run on this host.
+    help="""Look into the caches of this host: embeddings of the encoders that run on it, and local stores of KV.
 
     Example: mimo cache stats
     """,
@@ -24,35 +28,62 @@ cache = typer.Typer(
     rich_markup_mode=None,
 )
 
-_MIB = 2**20
-_NONE_RUNS = "mimo cache: no encoder runs on this host, or none of this user's"
-_STATES = {
-    "evictable": "kept for reuse",
-    "leased": "in use by a request",
-    "reserved": "being computed",
-    "free": "empty",
-}
+_NO_ARENA = "mimo cache: no encoder runs on this host, or none of this user's"
+_NO_STORE = "mimo cache: no local store of KV on this host, or none of this user's"
+
+Embeddings = Annotated[bool, typer.Option("--embeddings", help="Embeddings only, unless --kv is given too.")]
+Kv = Annotated[bool, typer.Option("--kv", help="KV only, unless --embeddings is given too.")]
+Stores = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--store",
+        metavar="DIR",
+        help='Of KV, the store in this directory: DIR of engine.kv_store = "local:DIR". May be given several times.',
+        show_default='all that this user has in shared memory, and that of "local"',
+    ),
+]
 
 
 @cache.command()
 def stats(
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as a JSON list, an object each.")] = False,
+    embeddings: Embeddings = False,
+    kv: Kv = False,
+    store: Stores = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Instead: where the workers behind this gateway found KV, and how their stores are."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
-    """Show what is in the shared memory of every deployment: bytes by state, embeddings, users, hits.
+    """Show what the caches of this host hold: embeddings in shared memory, KV in local stores.
 
-    Reads only; the encoders do not notice. Exit code 1 when none runs.
+    Of embeddings: bytes by state, users, hits. Of KV: bytes in memory and on disk, pages, ages. Reads only; servers do
+    not notice. What was found, missed or damaged is counted by those who asked: with --url it is told, by tier (l1 the
+    device, l2 the host's memory, l3 the store, healed), with pages by state and each store node's breaker.
+    Exit code 1 when there is nothing to show.
 
     Example: mimo cache stats --json
+
+    Example: mimo cache stats --url http://127.0.0.1:8000
     """
-    reports = arena_reports()
+    if url is not None:
+        if embeddings or kv or store:
+            raise ConfigError("--url asks a deployment; allowed beside it: --json")
+        _show_deployment(url, as_json=as_json)
+        return
+    arenas = arena_reports() if _wants_embeddings(embeddings, kv, store) else []
+    stores = _stores(store) if _wants_kv(embeddings, kv) else []
     if as_json:
-        typer.echo(json.dumps([asdict(report) for report in reports], indent=2))
-    elif reports:
-        console = Console(highlight=False)
-        for report in reports:
-            _show(console, report)
-    if not reports:
-        say(_NONE_RUNS)
+        typer.echo(json.dumps(_as_json(arenas, stores), indent=2))
+    console = Console(highlight=False)
+    for arena in () if as_json else arenas:
+        show_arena(console, arena)
+    for found in () if as_json else stores:
+        show_kv_store(console, found)
+    if not arenas and not stores:
+        _say_none(embeddings, kv, store)
         raise typer.Exit(1)
 
 
@@ -61,75 +92,109 @@ def clear(
     arenas: Annotated[
         list[str] | None, typer.Argument(metavar="[ARENA]...", help="Only these, by the name `stats` shows.")
     ] = None,
+    embeddings: Embeddings = False,
+    kv: Kv = False,
+    store: Stores = None,
 ) -> None:
-    """Forget every embedding that no request uses right now, in every deployment of this host.
+    """Forget every embedding that no request uses right now, and all KV in local stores.
 
-    What is in use stays, and no request fails: what is asked for again is computed again. A second tier
-    (encoder.embedding_store) is not touched. Exit code 1 when none runs.
+    What is in use stays, and no request fails: what is asked for again is computed again. Servers go on, and fill
+    their caches anew. Not touched are an encoder's second tier (encoder.embedding_store), KV that running workers have
+    on their devices or in their own memory, and stores on other hosts. Exit code 1 when there is nothing to clear.
 
     Example: mimo cache clear
+
+    Example: mimo cache clear --kv
     """
-    reports = arena_reports()
-    if arenas:
-        known = {report.name: report for report in reports}
-        if unknown := sorted(set(arenas) - known.keys()):
-            raise ConfigError(f"no arena {unknown[0]} on this host; there are: {', '.join(known) or 'none'}")
-        reports = [known[name] for name in arenas]
-    faults = 0
-    for report in reports:
-        try:
-            cleared_bytes = clear_arena(report.name)
-        except (ArenaUnavailable, EncoderBusy) as error:
-            say(f"mimo cache: {report.name}: {error}")
-            faults += 1
-            continue
-        typer.echo(f"{report.name}: {_mib(cleared_bytes)} given back, {_mib(report.usage.leased_bytes)} in use")
-    if not reports:
-        say(_NONE_RUNS)
-    if faults or not reports:
+    if arenas and (kv or store):
+        raise ConfigError(f"{arenas[0]} names an arena, and those hold embeddings; allowed beside it: --embeddings")
+    wants_kv = _wants_kv(embeddings, kv) and not arenas
+    cleared = _chosen(arenas) if _wants_embeddings(embeddings, kv, store) else []
+    stores = _stores(store) if wants_kv else []
+    faults = [_clear_arena(arena) for arena in cleared] + [_clear_store(found) for found in stores]
+    if not faults:
+        _say_none(embeddings, kv, store)
+    if not all(is_done for is_done in faults) or not faults:
         raise typer.Exit(1)
 
 
-def _show(console: Console, report: ArenaReport) -> None:
-    age = _span(time.time() - report.created_unix_s)
-    console.print(f"[bold]{quoted(report.name)}[/]   made by pid {report.pid}, {age} ago")
-    usage, capacity = report.usage, report.usage.capacity_bytes
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column(justify="right")
-    table.add_column(style="dim")
-    for state, words in _STATES.items():
-        size_bytes = getattr(usage, f"{state}_bytes")
-        table.add_row(state, _mib(size_bytes), f"{size_bytes / capacity:.0%}", words)
-    table.add_row("total", _mib(capacity), "", f"pages of {report.page_bytes} bytes")
-    console.print(table)
-    rows = "" if report.width is None else f" with rows of {report.width} {report.dtype}"
-    line = f"{report.num_entries:,} embeddings{rows}, {report.num_leases:,} leases"
-    if report.oldest_use_age_s is not None and report.newest_use_age_s is not None:
-        line += f"; last used {_span(report.newest_use_age_s)} ago, the oldest {_span(report.oldest_use_age_s)} ago"
-    console.print(line, soft_wrap=True)
-    console.print(_hits(report.hits, report.misses))
-    for holder in report.holders:
-        state = "" if holder.is_alive else ", has died"
-        reserved = f", {_mib(holder.reserved_bytes)} being computed" if holder.reserved_bytes else ""
-        console.print(f"  encoder pid {holder.pid}{state}: {_hits(holder.hits, holder.misses)}{reserved}")
-    console.print()
+def _wants_embeddings(embeddings: bool, kv: bool, stores: Sequence[Path] | None) -> bool:
+    return embeddings or not (kv or stores)
 
 
-def _hits(hits: int, misses: int) -> str:
-    asked = hits + misses
-    return f"{hits:,} found, {misses:,} computed" + (f" ({hits / asked:.0%} found)" if asked else "")
+def _wants_kv(embeddings: bool, kv: bool) -> bool:
+    return kv or not embeddings
 
 
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / _MIB:,.1f} MiB"
+def _stores(named: Sequence[Path] | None) -> Sequence[LocalStoreReport]:
+    """Raises ConfigError for a directory that holds no store, Exit when one cannot be read."""
+    try:
+        if not named:
+            return local_store_reports([kv_store_dir(os.environ)])
+        found = local_store_reports(named, others=False)
+    except OSError as error:
+        say(f"mimo cache: cannot read the store of KV: {error.strerror}: {error.filename}")
+        raise typer.Exit(1) from error
+    missing = {str(directory) for directory in named} - {report.directory for report in found}
+    if missing:
+        raise ConfigError(f"--store {min(missing)}: no local store of KV is there")
+    return found
 
 
-def _span(seconds: float) -> str:
-    """To two units: 3 s, 4 min 5 s, 2 h 10 min, 5 d 3 h."""
-    total = max(0, round(seconds))
-    for unit, size, smaller, smaller_size in (("d", 86_400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
-        if total >= size:
-            return f"{total // size} {unit} {total % size // smaller_size} {smaller}"
-    return f"{total} s"
+def _chosen(names: Sequence[str] | None) -> list[ArenaReport]:
+    """Raises ConfigError."""
+    reports = arena_reports()
+    if not names:
+        return reports
+    known = {report.name: report for report in reports}
+    if unknown := sorted(set(names) - known.keys()):
+        raise ConfigError(f"no arena {unknown[0]} on this host; there are: {', '.join(known) or 'none'}")
+    return [known[name] for name in names]
+
+
+def _clear_arena(report: ArenaReport) -> bool:
+    try:
+        cleared_bytes = clear_arena(report.name)
+    except (ArenaUnavailable, EncoderBusy) as error:
+        say(f"mimo cache: {report.name}: {error}")
+        return False
+    typer.echo(f"{report.name}: {mib(cleared_bytes)} given back, {mib(report.usage.leased_bytes)} in use")
+    return True
+
+
+def _clear_store(report: LocalStoreReport) -> bool:
+    try:
+        cleared_bytes = clear_local_store(Path(report.directory))
+    except OSError as error:
+        say(f"mimo cache: {report.directory}: {error.strerror}")
+        return False
+    typer.echo(f"{report.directory}: {mib(cleared_bytes)} of KV given back")
+    return True
+
+
+def _show_deployment(url: str, *, as_json: bool) -> None:
+    """Raises ConfigError, Exit."""
+    try:
+        workers = deployment_tiers(url)
+    except DeploymentSilent as error:
+        say(f"mimo cache: {error}")
+        raise typer.Exit(1) from error
+    if as_json:
+        typer.echo(json.dumps({"url": url, "workers": [asdict(worker) for worker in workers]}, indent=2))
+    console = Console(highlight=False)
+    for worker in () if as_json else workers:
+        show_worker(console, worker)
+    if not workers:
+        say(f"mimo cache: no worker has been heard of at {url}")
+        raise typer.Exit(1)
+
+
+def _as_json(arenas: Sequence[ArenaReport], stores: Sequence[LocalStoreReport]) -> dict[str, Any]:
+    return {"embeddings": [asdict(report) for report in arenas], "kv_stores": [asdict(report) for report in stores]}
+
+
+def _say_none(embeddings: bool, kv: bool, stores: Sequence[Path] | None) -> None:
+    if _wants_embeddings(embeddings, kv, stores):
+        say(_NO_ARENA)
+    if _wants_kv(embeddings, kv):
+        say(_NO_STORE)

@@ -18,7 +18,16 @@ from cli.bench_kv_tiers_engine import PAGE_SIZE, Prompts, TierEngine, long_model
 from cli.bench_kv_tiers_hits import Stage
 from cli.bench_kv_trace import Request, Run, Session, Trace, Turn, written
 from cli.load import BUILTIN_MODELS, ConfigError
-from epd import DualPool, HostTier, InstantMover, PrefixCache, RetentionPolicy, TieredCache
+from epd import (
+    DualPool,
+    HostTier,
+    InstantMover,
+    PrefixCache,
+    RetentionPolicy,
+    TieredCache,
+    local_store_reports,
+    remove_local_store,
+)
 
 PRO = "mimo-v2.5-pro"
 TIMES = ServerTimes(chunk_tokens=64, max_running=4, decode_stride_tokens=32)
@@ -151,9 +160,10 @@ def test_a_longer_mimo_nano_is_a_config_and_links(model_dir: Path) -> None:
     assert {path.name for path in model_dir.iterdir()} == {path.name for path in source.iterdir()}
 
 
-def test_kv_is_where_a_case_says(model_dir: Path, tmp_path: Path) -> None:
+def test_kv_is_where_a_case_says(model_dir: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """One engine, one prompt: in each tier in turn, and in an engine after it; and a state that is not is refused."""
     setting = Setting(cache_dir=tmp_path, num_threads=1, quick=True)
+    request.addfinalizer(lambda: remove_local_store(tmp_path / "store"))
     prompts = Prompts(300)
     engine = TierEngine(model_dir, setting, num_tokens=300, host=True, store=tmp_path / "store")
     prompt = prompts.take()
@@ -194,8 +204,12 @@ def test_names_of_the_contract_are_there() -> None:
     assert {"tiers.restart_8k", "tiers.agent_hit_rate_10pct", "tiers.agent_hit_rate_5pct"} <= names
 
 
+def bench_stores() -> set[str]:
+    return {report.directory for report in local_store_reports([]) if "mimo-bench-kv-" in report.directory}
+
+
 def test_the_command_measures_and_draws(tmp_path: Path) -> None:
-    target, plot = tmp_path / "tiers.json", tmp_path / "tiers.png"
+    target, plot, before = tmp_path / "tiers.json", tmp_path / "tiers.png", bench_stores()
     only = [word for name in ("ttft_l2_1k", "tiers.restart_8k") for word in ("--only", name)]
     done = run("--quick", "--runs", "1", "--threads", "1", *only, "--json", str(target), "--plot", str(plot))
     assert done.exit_code == 0, done.output
@@ -206,6 +220,7 @@ def test_the_command_measures_and_draws(tmp_path: Path) -> None:
     assert l2["ratio"] == pytest.approx(l2["baseline"] / l2["ours"], rel=1e-3)
     assert set(l2["figures"]["ttft_ms"]) == {"L1", "L2"}
     assert found["tiers.restart_8k"]["figures"]["least_hit_share"] > 0.9
+    assert bench_stores() <= before, "memory of a store outlives its bench"
     assert plot.stat().st_size > 10_000
 
 

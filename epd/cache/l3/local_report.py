@@ -4,18 +4,21 @@ runs is disturbed: reports only read, and a cleared store gives misses."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from epd.cache.l3.base import NodeTimedOut
 from epd.cache.l3.open import SHARED_MEMORY, cold_root, hot_root, noted_directory
 from epd.cache.l3.segment import SUFFIX, Segment, SegmentDamaged
 from epd.cache.l3.shelf import StoreLock
 
-__all__ = ["LocalStoreReport", "clear_local_store", "local_store_reports"]
+__all__ = ["LocalStoreReport", "clear_local_store", "local_store_reports", "remove_local_store"]
 
 _LOCK: Final = "lock"
 _LOCK_WAIT_S: Final = 2.0
@@ -27,6 +30,7 @@ class LocalStoreReport:
 
     directory: str
     memory_directory: str
+    disk_directory: str
     memory_bytes: int
     disk_bytes: int
     num_records: int
@@ -38,14 +42,14 @@ class LocalStoreReport:
     """None for an empty store."""
 
 
-def local_store_reports(directories: Sequence[Path]) -> tuple[LocalStoreReport, ...]:
-    """Of the stores in these directories, and of all others of this user that have something in shared memory.
+def local_store_reports(directories: Sequence[Path], *, others: bool = True) -> tuple[LocalStoreReport, ...]:
+    """Of the stores in these directories and, with `others`, of all of this user that have something in shared memory.
 
     Directories without a store are passed over. Raises OSError for one that cannot be read.
     """
     known = {str(hot_root(directory)): directory for directory in directories}
     pattern = f"{hot_root(Path('/')).name.rpartition('-')[0]}-*"
-    for root in sorted(SHARED_MEMORY.glob(pattern)):
+    for root in sorted(SHARED_MEMORY.glob(pattern)) if others else ():
         directory = noted_directory(root)
         if directory is not None and str(hot_root(directory)) == str(root):
             known.setdefault(str(root), directory)
@@ -56,8 +60,8 @@ def local_store_reports(directories: Sequence[Path]) -> tuple[LocalStoreReport, 
 def clear_local_store(directory: Path) -> int:
     """Forget everything in the store of this directory; returns the bytes that its files took.
 
-    Servers that use it find nothing there and go on. Raises NodeTimedOut when one of them keeps the store's lock, and
-    OSError.
+    Servers that use it find nothing there and go on. Raises OSError, TimeoutError among others when one of them keeps
+    the store's lock.
     """
     if not _is_store(directory):
         return 0
@@ -71,6 +75,14 @@ def clear_local_store(directory: Path) -> int:
     return freed_bytes
 
 
+def remove_local_store(directory: Path) -> None:
+    """Clear it, and leave nothing of it, in shared memory either: for directories that are thrown away. Raises
+    OSError."""
+    clear_local_store(directory)
+    for root in (hot_root(directory), cold_root(directory)):
+        shutil.rmtree(root, ignore_errors=True)
+
+
 @contextlib.contextmanager
 def _locked(root: Path) -> Iterator[None]:
     """A store that has nothing in memory has no lock, and nobody who uses it."""
@@ -81,6 +93,8 @@ def _locked(root: Path) -> Iterator[None]:
     try:
         with lock.hold(_LOCK_WAIT_S):
             yield
+    except NodeTimedOut as error:
+        raise TimeoutError(errno.ETIMEDOUT, str(error), str(root)) from error
     finally:
         lock.close()
 
@@ -114,6 +128,7 @@ def _report(directory: Path) -> LocalStoreReport:
     return LocalStoreReport(
         directory=str(directory),
         memory_directory=str(hot),
+        disk_directory=str(cold),
         memory_bytes=size_bytes[True],
         disk_bytes=size_bytes[False],
         num_records=len(keys[True] | keys[False]),
