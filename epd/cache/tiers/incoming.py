@@ -42,8 +42,6 @@ class _Call:
 
     group: str
     pages: list[IncomingPage] = field(default_factory=list)
-    num_left: int = 0
-    """Pages of which the store has not said whether they came."""
     cancel: Cancel | None = None
     is_cancelled: bool = False
     is_over: bool = False
@@ -114,7 +112,6 @@ class Incoming:
                 self._pages[kind, key] = page
                 call.pages.append(page)
                 items.append((store_key(kind, key), (self._view(kind, number),)))
-            call.num_left = len(items)
             self._calls.add(call)
             pages += call.pages
             self.counters["asked"] += len(items)
@@ -164,11 +161,7 @@ class Incoming:
 
     def _key_done(self, call: _Call, index: int, came: bool) -> None:
         page = call.pages[index]
-        if call.is_over:
-            return
-        call.num_left -= 1
-        if page.state != "coming":
-            # It was condemned meanwhile.
+        if call.is_over or page.state != "coming":
             return
         if came:
             page.state = "arrived"
@@ -205,7 +198,7 @@ class Incoming:
                     self._pools[page.kind].discard((page.key,))
                     self.counters["discarded"] += 1
             return
-        is_awaited = call.num_left == 0 or any(page.state == "coming" and page.wanted_by for page in call.pages)
+        is_awaited = any(page.state == "coming" and page.wanted_by for page in call.pages)
         if not is_awaited and call.cancel is not None and not call.is_cancelled:
             call.is_cancelled = True
             call.cancel()

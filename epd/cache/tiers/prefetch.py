@@ -74,13 +74,12 @@ class Prefetcher:
     def num_active(self) -> int:
         return len(self._active)
 
-    def held(self, kind: PageKind, *, besides: Fetch | None = None) -> set[bytes]:
-        """Keys of host pages that prefetches have pinned or are waiting for; `besides`: this one not counted."""
+    def held(self, kind: PageKind) -> set[bytes]:
+        """Keys of host pages that prefetches have pinned or are waiting for."""
         held: set[bytes] = set()
         for fetch in self._fetches.values():
-            if fetch is not besides:
-                held.update(fetch.pinned[kind].values())
-                held.update(page.key for page in fetch.coming[kind].values())
+            held.update(fetch.pinned[kind].values())
+            held.update(page.key for page in fetch.coming[kind].values())
         return held
 
     def next_deadline_s(self) -> float | None:
@@ -154,7 +153,6 @@ class Prefetcher:
         now_s = self._clock()
         for fetch in tuple(self._active.values()):
             if now_s >= fetch.deadline_s:
-                self._harvest(fetch)
                 self._end(fetch, "timeout")
         while self._ended and now_s >= (first := next(iter(self._ended.values()))).lease_s:
             self.counters["leases_expired"] += 1
@@ -181,6 +179,7 @@ class Prefetcher:
             self.forget(request_id)
 
     def _advance(self, fetch: Fetch) -> None:
+        self._harvest(fetch)
         if fetch.stage == "asking_full" and not fetch.is_asking:
             self._ask_full(fetch)
         if fetch.stage == "asking_windows" and not fetch.is_asking:
@@ -188,7 +187,7 @@ class Prefetcher:
         if fetch.stage == "starting":
             self._start(fetch)
         if fetch.stage == "reading":
-            self._publish(fetch)
+            self._settle(fetch)
 
     def _ask_full(self, fetch: Fetch) -> None:
         pool, batch = self._pools["full"], list[int]()
@@ -273,13 +272,13 @@ class Prefetcher:
 
         A page that is ready needs room too: what is to be pinned cannot be evicted to make room.
         """
-        pool, others = self._pools[kind], self.held(kind, besides=fetch)
-        num_share, num_free = int(_MAX_SHARE * pool.num_pages) - len(others), pool.num_reservable
+        pool, held = self._pools[kind], self.held(kind)
+        num_share, num_free = int(_MAX_SHARE * pool.num_pages) - len(held), pool.num_reservable
         for page in pages:
             if fetch.on_device(kind, page):
                 continue
             key = fetch.keys[page]
-            num_share -= key not in others
+            num_share -= key not in held
             num_free -= pool.num_evictable_of((key,)) or not pool.knows(key)
             if num_share < 0 or num_free < 0:
                 return page
@@ -321,12 +320,13 @@ class Prefetcher:
         for (kind, page), one in zip(fresh, coming, strict=True):
             fetch.coming[kind][page] = one
 
-    def _publish(self, fetch: Fetch) -> None:
-        """Publish what came; look again for less where something did not come, and end where all did."""
-        self._harvest(fetch)
-        full = self._pools["full"]
-        if fetch.frontier < fetch.stop and fetch.look("full", fetch.frontier, full) == "missed":
-            fetch.reach_limit = fetch.frontier
+    def _settle(self, fetch: Fetch) -> None:
+        """Look again for less where something did not come, and end where all did."""
+        lost = [page for page, one in fetch.coming["full"].items() if one.state == "missed"]
+        if fetch.frontier < fetch.stop and fetch.look("full", fetch.frontier, self._pools["full"]) == "missed":
+            lost.append(fetch.frontier)
+        if lost:
+            fetch.reach_limit = min(lost)
             self._again(fetch)
             return
         windows = {page: fetch.look("window", page, self._pools["window"]) for page in fetch.window_range()}

@@ -151,8 +151,8 @@ def test_pages_are_published_in_order_as_they_arrive() -> None:
     world = BridgeWorld(settings=BridgeSettings(read_pages=4, prefetch_timeout_s=10))
     world.store_has(KEYS)
     world.prefetch("a", KEYS)
-    while not world.store.waiting or world.store.waiting[0].kind != "get":
-        world.store.run_all() if not world.store.waiting else world.store.run(world.store.waiting[0])
+    for _ in range(2):
+        world.store.run(world.store.waiting[0])
         world.bridge.poll()
     first, second = world.store.waiting[:2]
     world.store.run(second)
@@ -203,11 +203,11 @@ def test_at_the_deadline_what_has_come_is_taken() -> None:
 
 
 def test_what_came_while_the_store_was_asked_again_is_taken_too() -> None:
-    """Page 8 is missing after all, the windows of shallower boundaries are asked for, and there is no answer."""
-    world = BridgeWorld(settings=BridgeSettings(prefetch_timeout_s=1.0, read_pages=4, heal_pages=0))
+    """Page 4 is missing after all, the windows of shallower boundaries are asked for, and there is no answer."""
+    world = BridgeWorld(settings=BridgeSettings(prefetch_timeout_s=1.0, read_pages=4, ask_keys=6, heal_pages=0))
     world.store_has(KEYS, windows=[10, 11])
     world.prefetch("a", KEYS)
-    for _ in range(2):
+    for _ in range(3):
         world.store.run(world.store.waiting[0])
         world.bridge.poll()
     del world.store.values[store_key("full", KEYS[4])]
@@ -219,6 +219,7 @@ def test_what_came_while_the_store_was_asked_again_is_taken_too() -> None:
     world.store.run(first, 1)
     world.bridge.poll()
     assert world.num_host_pages(KEYS) == 2
+    assert world.store.waiting[-1].kind == "exists"
     world.store.run(first)
     world.now_s = 5.0
     world.bridge.poll()
@@ -390,6 +391,20 @@ def test_making_room_does_not_take_what_the_prefix_needs() -> None:
     world.settle()
     assert world.usable(KEYS) == 6
     assert world.host.full.stats().pinned == 6, "page 10 is of no use and not held"
+    world.bridge.forget("a")
+    world.check_quiet()
+
+
+def test_room_that_others_hold_shortens_the_hit() -> None:
+    world = BridgeWorld(num_full_pages=8)
+    other = chain("other", 5)
+    world.store_has(KEYS)
+    world.fill("full", other, range(5))
+    world.host.full.pin(other)
+    world.prefetch("a", KEYS)
+    world.settle()
+    assert world.usable(KEYS) == 3
+    world.host.full.unpin(other)
     world.bridge.forget("a")
     world.check_quiet()
 
