@@ -24,7 +24,7 @@ from epd.cache.tiers.host import HostPool, HostTier
 from epd.cache.tiers.loads import window_runs
 from epd.kv.copies import CopyFailed, CopyTicket, PageCopies, PageMover
 
-__all__ = ["Backups", "HitCounts"]
+__all__ = ["Backups", "HitCounts", "OvertakenWindows"]
 
 _PIECE_PAGES = 128
 _MAX_FLYING = 2
@@ -214,7 +214,6 @@ class Backups:
         taken: dict[bytes, tuple[int, int]] = {}
         for root, pages in reversed(leaving):
             part = pages[: max(0, room - len(taken))]
-            self.num_unsaved_pages += len(pages) - len(part)
             keys = [key for key, _ in part]
             granted = pool.reserve(keys, root=root)
             assert granted is not None
@@ -322,3 +321,33 @@ class HitCounts:
             return False
         del counts[key]
         return True
+
+
+class OvertakenWindows:
+    """Windows on the path of a sequence that has gone on: its next lookup ends deeper, so they make room first.
+
+    Each turn of a conversation leaves the windows of its prompt's and of its answer's end, and of them all only the
+    last is likely to be looked up; least recently used alone would let those of busy conversations push out the one of
+    a conversation that waits. A boundary that was hit twice is one where paths part: its window is none of these.
+    """
+
+    def __init__(self, pool: HostPool) -> None:
+        self._pool = pool
+        self._hit_once: dict[bytes, None] = {}
+        self._hit_often: dict[bytes, None] = {}
+
+    def path_hit(self, keys: Sequence[bytes]) -> None:
+        """A lookup ended behind these pages, having read their windows."""
+        if not keys:
+            return
+        if keys[-1] in self._hit_once:
+            self._hit_often.update(dict.fromkeys(keys))
+        else:
+            self._hit_once[keys[-1]] = None
+        for noted in (self._hit_once, self._hit_often):
+            while len(noted) > 2 * self._pool.num_pages:
+                del noted[next(iter(noted))]
+
+    def path_ended(self, keys: Sequence[bytes]) -> None:
+        """A sequence has left these pages behind, and the window of its end after them."""
+        self._pool.outdate([key for key in self._pool.ready(keys) if key not in self._hit_often])

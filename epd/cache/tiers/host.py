@@ -9,9 +9,10 @@ Two pools, full and window, each a set of pages known by page key (epd/cache/key
     total = free + filling + ready (pinned + evictable) + doomed
 
 `filling`: somebody is writing it, and says when that ended: publish() or discard(), once. `ready`: it can be looked up.
-Ready pages nobody has pinned may go when room is needed: least recently used first, and of pages used together the
-deepest first, so that what is left of a path is its beginning. `doomed`: condemned while somebody was writing or had
-pinned it; no lookup finds it, and it is free when he is done. Its key cannot be reserved anew before that.
+Ready pages nobody has pinned may go when room is needed: what is outdated first, then what was used least recently, and
+of pages used together the deepest first, so that what is left of a path is its beginning. `doomed`: condemned while
+somebody was writing or had pinned it; no lookup finds it, and it is free when he is done. Its key cannot be reserved
+anew before that.
 """
 
 from __future__ import annotations
@@ -71,7 +72,18 @@ class HostStats:
 class HostPool:
     """`num_pages` pages with ids `[0, num_pages)`. Every operation is O(keys named), condemn() and check() aside."""
 
-    __slots__ = ("_doomed", "_evictable", "_filling", "_free", "_pins", "_ready", "_roots", "name", "num_evicted")
+    __slots__ = (
+        "_doomed",
+        "_evictable",
+        "_filling",
+        "_free",
+        "_pins",
+        "_ready",
+        "_roots",
+        "_stale",
+        "name",
+        "num_evicted",
+    )
 
     def __init__(self, name: str, num_pages: int) -> None:
         require_at_least(0, num_pages=num_pages)
@@ -82,6 +94,8 @@ class HostPool:
         self._ready: dict[bytes, int] = {}
         self._doomed: dict[bytes, int] = {}
         self._pins: dict[bytes, int] = {}
+        # Unpinned ready pages, those first that go first: first the stale ones, then the others.
+        self._stale: OrderedDict[bytes, None] = OrderedDict()
         self._evictable: OrderedDict[bytes, None] = OrderedDict()
         # First key of the path a page is on, for every page that is not free.
         self._roots: dict[bytes, bytes] = {}
@@ -101,11 +115,15 @@ class HostPool:
     @property
     def num_reservable(self) -> int:
         """The most pages reserve() can give now."""
-        return len(self._free) + len(self._evictable)
+        return len(self._free) + self.num_evictable
+
+    @property
+    def num_evictable(self) -> int:
+        return len(self._evictable) + len(self._stale)
 
     def num_evictable_of(self, keys: Iterable[bytes]) -> int:
         """How many of these keys have an evictable page."""
-        return sum(map(self._evictable.__contains__, keys))
+        return sum(key in self._evictable or key in self._stale for key in keys)
 
     def get(self, key: bytes) -> int | None:
         """The ready page of that key."""
@@ -155,10 +173,10 @@ class HostPool:
         if len(self.absent(keys)) != len(keys):
             raise PageStateError(f"host {self.name} pool: a key is reserved that has a page")
         short = len(keys) - len(self._free)
-        if short > len(self._evictable):
+        if short > self.num_evictable:
             return None
         for _ in range(short):
-            victim, _ = self._evictable.popitem(last=False)
+            victim, _ = (self._stale or self._evictable).popitem(last=False)
             self._release(victim, self._ready.pop(victim))
             self.num_evicted += 1
         taken = [self._free.pop() for _ in keys]
@@ -186,11 +204,13 @@ class HostPool:
         for key in keys:
             if key in self._filling:
                 self._release(key, self._filling.pop(key))
-            elif key in self._evictable:
-                del self._evictable[key]
-                self._release(key, self._ready.pop(key))
             elif key in self._ready:
-                self._doomed[key] = self._ready.pop(key)
+                page = self._ready.pop(key)
+                if key in self._pins:
+                    self._doomed[key] = page
+                else:
+                    self._forget_order(key)
+                    self._release(key, page)
             elif key in self._doomed and key not in self._pins:
                 self._release(key, self._doomed.pop(key))
 
@@ -210,8 +230,10 @@ class HostPool:
         if any(key not in self._ready for key in keys):
             raise PageStateError(f"host {self.name} pool: only a ready page can be pinned")
         for key in keys:
-            self._pins[key] = self._pins.get(key, 0) + 1
-            self._evictable.pop(key, None)
+            count = self._pins.get(key, 0)
+            self._pins[key] = count + 1
+            if count == 0:
+                self._forget_order(key)
 
     def unpin(self, keys: Sequence[bytes]) -> None:
         """Undo one pin() of these keys, in path order; that was a use of them. Raises PageStateError for a key
@@ -231,15 +253,26 @@ class HostPool:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """A use of these pages, in path order; keys without a page are passed over."""
-        evictable = self._evictable
+        evictable, stale = self._evictable, self._stale
         move = evictable.move_to_end
         for key in reversed(keys):
             if key in evictable:
                 move(key)
+            elif key in stale:
+                del stale[key]
+                evictable[key] = None
+
+    def outdate(self, keys: Sequence[bytes]) -> None:
+        """These are unlikely to be used again: unless they are, they go before all others, those outdated longest
+        first. Keys without a page are passed over."""
+        for key in reversed(keys):
+            if key in self._evictable:
+                del self._evictable[key]
+                self._stale[key] = None
 
     def clear(self) -> int:
         """Forget every page nobody is using; returns how many."""
-        keys = list(self._evictable)
+        keys = [*self._stale, *self._evictable]
         self.discard(keys)
         return len(keys)
 
@@ -248,8 +281,8 @@ class HostPool:
             total=self.num_pages,
             free=len(self._free),
             filling=len(self._filling),
-            pinned=len(self._ready) - len(self._evictable),
-            evictable=len(self._evictable),
+            pinned=len(self._ready) - self.num_evictable,
+            evictable=self.num_evictable,
             doomed=len(self._doomed),
             num_evicted=self.num_evicted,
         )
@@ -262,10 +295,16 @@ class HostPool:
         if {*self._filling, *self._ready, *self._doomed} != set(self._roots) or len(held) != len(self._roots):
             raise PageStateError(f"host {self.name} pool: a key is in two states or in none")
         unpinned = {key for key in self._ready if key not in self._pins}
-        if unpinned != set(self._evictable):
+        if unpinned != {*self._evictable, *self._stale} or len(unpinned) != self.num_evictable:
             raise PageStateError(f"host {self.name} pool: {len(unpinned)} pages are unpinned, {self.stats()}")
         if any(count < 1 or (key not in self._ready and key not in self._doomed) for key, count in self._pins.items()):
             raise PageStateError(f"host {self.name} pool: a pin is on no page")
+
+    def _forget_order(self, key: bytes) -> None:
+        if key in self._evictable:
+            del self._evictable[key]
+        else:
+            del self._stale[key]
 
     def _release(self, key: bytes, page: int) -> None:
         del self._roots[key]

@@ -19,7 +19,7 @@ from epd.cache.l3.base import StoreStats
 from epd.cache.prefix import CacheStats, PrefixCache, PrefixHit
 from epd.cache.retention import RetentionPolicy
 from epd.cache.sequence_pages import SequencePages
-from epd.cache.tiers.backup import Backups, HitCounts
+from epd.cache.tiers.backup import Backups, HitCounts, OvertakenWindows
 from epd.cache.tiers.hit import joint_hit
 from epd.cache.tiers.host import HostStats, HostTier
 from epd.cache.tiers.loads import Loads, RowPlan
@@ -274,6 +274,7 @@ class _Below:
         self.staging = Staging(device, host, self.loads, settle=self.backups.wait)
         self._device = device
         self._hits = HitCounts(host, hit_threshold)
+        self._overtaken = OvertakenWindows(host.window)
         self._kept_pages = device.window_pages + device.retention.tail_pages if device.window_pages else 0
         self._num_hit_tokens = 0
         device.ledger.witness = self.backups
@@ -343,8 +344,11 @@ class _Below:
             if full_keys or window_keys:
                 self.store.saved(full_keys, window_keys, group)
 
-        if not self.backups.save_path(path, len(path), len(path) - self._kept_pages, on_saved=saved) and tells_all:
+        window_start = max(0, len(path) - self._kept_pages)
+        if not self.backups.save_path(path, len(path), window_start, on_saved=saved) and tells_all:
             saved((), ())
+        if tells_all:
+            self._overtaken.path_ended(path[:window_start])
 
     def admitted(self, keys: Sequence[bytes], hit: PrefixHit, group: str) -> None:
         page_size = self._device.page_size
@@ -357,6 +361,7 @@ class _Below:
         group = group or keys[0].hex()
         if self.store is not None:
             self.store.touch_hot(keys[:num_pages], group)
+        self._overtaken.path_hit(keys[window_start:num_pages])
         hot = self._hits.count(keys, num_pages, window_floor(num_pages, self._device.window_pages))
         if hot:
             store = self.store
