@@ -1,92 +1,28 @@
-"""Engines with KV in host memory and in a store: what comes from there gives the same answers, and blocks nobody."""
+"""Engines with KV in host memory: what comes from there gives the same answers, in whatever state it is met."""
 
 import random
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-import epd.engine.tiers
-from epd.cache.l3.base import Buffer, NodeUsage, Sink
-from epd.cache.l3.client import StoreClient
-from epd.engine.settling import settle
-from epd.kv.copies import CopyFailed, CopyTicket, PageCopies
 from epd.kv.errors import PoolTooSmall
-from epd.types import Abort, FinishReason, SamplingParams, Usage
+from epd.types import Abort, FinishReason, Usage
 from tests.engine.conftest import Bench, Checkpoint, MakeBench, make_request
 from tests.engine.test_roles import Pair, make_pair
-from tests.oracles.plain_generate import plain_generate
-
-PAGE_SIZE = 4
-PROMPT = [(7 * i * i + 3 * i) % 120 for i in range(90)]
-# All whole pages but the one with the token that is computed.
-WHOLE = 88
-HOST = {"host_budget_bytes": 1 << 20}
-GIVEN_UP_S = 20.0
-
-
-def truth(checkpoint: Checkpoint, prompt: Sequence[int], max_tokens: int = 4) -> list[int]:
-    return plain_generate(checkpoint.model, list(prompt), SamplingParams(max_tokens=max_tokens, ignore_eos=True))
-
-
-def ask(bench: Bench, request_id: str, prompt: Sequence[int], **how: object) -> Usage:
-    bench.submit(make_request(request_id, prompt, ignore_eos=True, max_tokens=4, **how))  # type: ignore[arg-type]
-    run(bench)
-    return bench.finishes[request_id].usage
-
-
-def run(bench: Bench) -> None:
-    """Until idle. Unlike in other tests something happens meanwhile, so it takes its time."""
-    until_s = time.monotonic() + GIVEN_UP_S
-    while not bench.engine.scheduler.is_idle or bench.mailbox.inbox:
-        bench.step()
-        assert time.monotonic() < until_s, "still busy"
-
-
-def rest(bench: Bench) -> None:
-    assert settle(bench.engine.cache, GIVEN_UP_S)
-
-
-def to_host(bench: Bench) -> None:
-    """Everything is in host memory alone."""
-    rest(bench)
-    bench.engine.cache.device.clear()
-
-
-def to_store(bench: Bench) -> None:
-    to_host(bench)
-    host = bench.engine.cache.host
-    assert host is not None
-    host.full.clear()
-    host.window.clear()
-
-
-def assert_quiet(bench: Bench) -> None:
-    """Nobody holds anything, in no tier."""
-    rest(bench)
-    bench.assert_nothing_leased()
-    bench.engine.cache.check()
-    host = bench.engine.cache.stats().host
-    assert host is not None
-    for pool in (host.full, host.window):
-        assert (pool.filling, pool.pinned, pool.doomed) == (0, 0, 0)
-
-
-def by_tier(bench: Bench) -> dict[str, float]:
-    hits = {
-        counter.labels["tier"]: counter.value
-        for counter in bench.engine.loop._info(0).labelled
-        if counter.name == "cache_hit_tokens_total"
-    }
-    cached = bench.engine.loop._info(0).counters["cached_tokens"]
-    assert hits["l1"] + hits["l2"] + hits["l3"] == cached
-    return hits
-
-
-# -- host memory ------------------------------------------------------------------------------------------------------
+from tests.engine.tier_asks import (
+    HOST,
+    PAGE_SIZE,
+    PROMPT,
+    WHOLE,
+    ask,
+    assert_quiet,
+    by_tier,
+    fail_loads,
+    rest,
+    run,
+    to_host,
+    truth,
+)
 
 
 def test_what_left_the_device_comes_back_from_the_host(checkpoint: Checkpoint, make_bench: MakeBench) -> None:
@@ -176,37 +112,6 @@ def test_full_pages_from_the_host_are_healed_like_those_of_the_device(
     assert bench.answers["healed"] == truth(checkpoint, prompt)
     assert bench.engine.scheduler.counters.healed_hits == 1
     assert_quiet(bench)
-
-
-class StuckTicket:
-    """A load that never ends by itself."""
-
-    def __init__(self, inner: CopyTicket, fails: bool) -> None:
-        self._inner = inner
-        self._fails = fails
-
-    def is_done(self) -> bool:
-        return self._inner.is_done()
-
-    def wait(self) -> None:
-        self._inner.wait()
-        if self._fails:
-            raise CopyFailed("this copy fails")
-
-    def wait_layer(self, layer_index: int) -> None:
-        self.wait()
-
-
-def fail_loads(bench: Bench, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    mover = bench.engine.tiers.mover
-    assert mover is not None
-    load, left = mover.load, [times]
-
-    def failing(copies: PageCopies) -> CopyTicket:
-        left[0] -= 1
-        return StuckTicket(load(copies), fails=left[0] >= 0)
-
-    monkeypatch.setattr(mover, "load", failing)
 
 
 def test_a_copy_that_fails_is_computed_instead_and_nobody_else_notices(
@@ -355,193 +260,3 @@ def test_tiers_of_the_prefill_worker_are_told_by_the_decode_worker(make_bench: M
     pair.run()
     usage = pair.finish("second").usage
     assert (usage.cached_tokens, usage.host_tokens) == (WHOLE, WHOLE)
-
-
-# -- the store --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def store(kv_store_dir: Path) -> dict[str, object]:
-    return {
-        **HOST,
-        "kv_store": f"local:{kv_store_dir}",
-        "kv_store_memory_bytes": 4 << 20,
-        "kv_store_disk_bytes": 16 << 20,
-        "prefetch_timeout_s": GIVEN_UP_S,
-    }
-
-
-def test_the_store_outlives_the_engine(checkpoint: Checkpoint, make_bench: MakeBench, store: dict[str, object]) -> None:
-    bench = make_bench(**store)
-    ask(bench, "cold", PROMPT)
-    to_store(bench)
-    usage = ask(bench, "stored", PROMPT)
-    assert usage == Usage(prompt_tokens=90, completion_tokens=4, cached_tokens=WHOLE, store_tokens=WHOLE)
-    assert_quiet(bench)
-    bench.engine.tiers.close()
-    later = make_bench(**store)
-    usage = ask(later, "later", PROMPT)
-    assert usage == Usage(prompt_tokens=90, completion_tokens=4, cached_tokens=WHOLE, store_tokens=WHOLE)
-    assert ask(later, "device", PROMPT).store_tokens == 0
-    assert later.answers["later"] == later.answers["device"] == truth(checkpoint, PROMPT)
-    assert by_tier(later) == {"l1": WHOLE, "l2": 0, "l3": WHOLE, "healed": 0}
-    assert_quiet(later)
-    later.engine.tiers.close()
-
-
-def test_a_request_without_the_cache_asks_nobody(make_bench: MakeBench, store: dict[str, object]) -> None:
-    bench = make_bench(**store)
-    ask(bench, "cold", PROMPT)
-    to_store(bench)
-    assert ask(bench, "alone", PROMPT, use_cache=False).cached_tokens == 0
-    assert bench.engine.tiers.transfers().prefetch.get("begun", 0) == 1  # type: ignore[union-attr]
-    assert_quiet(bench)
-    bench.engine.tiers.close()
-
-
-class SlowNode:
-    """A node that holds everything and answers when the test lets it."""
-
-    name = "slow"
-
-    def __init__(self) -> None:
-        self.values: dict[bytes, bytes] = {}
-        self.may_read = threading.Event()
-        self.may_read.set()
-        self.num_reads = 0
-
-    def get(self, keys: Sequence[bytes], sink: Sink, *, timeout_s: float) -> None:
-        self.num_reads += 1
-        self.may_read.wait(GIVEN_UP_S)
-        for index, key in enumerate(keys):
-            value = self.values.get(key)
-            sink(index, None if value is None else memoryview(value))
-
-    def put(self, items: Sequence[tuple[bytes, Sequence[Buffer]]], *, timeout_s: float) -> Sequence[bool]:
-        self.values.update({key: b"".join(pieces) for key, pieces in items})
-        return [True] * len(items)
-
-    def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> Sequence[bool]:
-        return [key in self.values for key in keys]
-
-    def touch(self, keys: Sequence[bytes], *, timeout_s: float) -> None:
-        pass
-
-    def discard(self, keys: Sequence[bytes], *, timeout_s: float) -> None:
-        for key in keys:
-            self.values.pop(key, None)
-
-    def usage(self) -> NodeUsage:
-        return NodeUsage()
-
-    def close(self) -> None:
-        pass
-
-
-MakeSlow = Callable[..., tuple[Bench, SlowNode]]
-
-
-@pytest.fixture
-def make_slow(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeSlow]:
-    """An engine that has answered PROMPT, whose KV is in a slow store now."""
-    made: list[tuple[Bench, SlowNode]] = []
-
-    def make(prefetch_timeout_s: float, **changes: object) -> tuple[Bench, SlowNode]:
-        node = SlowNode()
-        monkeypatch.setattr(
-            epd.engine.tiers, "open_store", lambda url, **settings: StoreClient([node], timeout_s=GIVEN_UP_S)
-        )
-        bench = make_bench(**HOST, kv_store="local", prefetch_timeout_s=prefetch_timeout_s, **changes)
-        made.append((bench, node))
-        ask(bench, "first", PROMPT)
-        to_store(bench)
-        node.may_read.clear()
-        node.num_reads = 0
-        return bench, node
-
-    yield make
-    for bench, node in made:
-        node.may_read.set()
-        bench.engine.tiers.close()
-
-
-def until(condition: Callable[[], bool], bench: Bench) -> None:
-    until_s = time.monotonic() + GIVEN_UP_S
-    while not condition():
-        bench.step()
-        assert time.monotonic() < until_s
-
-
-def test_who_waits_for_the_store_blocks_nobody(checkpoint: Checkpoint, make_slow: MakeSlow) -> None:
-    bench, node = make_slow(GIVEN_UP_S)
-    bench.submit(make_request("waits", PROMPT, ignore_eos=True, max_tokens=4))
-    until(lambda: node.num_reads > 0, bench)
-    other = [5] * 40
-    # One that asked the same store would wait its own time for it.
-    bench.submit(make_request("other", other, ignore_eos=True, max_tokens=4, use_cache=False))
-    until(lambda: "other" in bench.finishes, bench)
-    assert bench.answers["other"] == truth(checkpoint, other)
-    assert "waits" not in bench.answers
-    assert bench.engine.scheduler.is_asleep
-    assert bench.engine.loop.step() <= 0.01, "the loop must look again soon"
-    node.may_read.set()
-    run(bench)
-    assert bench.finishes["waits"].usage.store_tokens == WHOLE
-    assert bench.answers["waits"] == truth(checkpoint, PROMPT)
-    assert_quiet(bench)
-
-
-def test_what_has_not_come_by_the_deadline_is_computed(checkpoint: Checkpoint, make_slow: MakeSlow) -> None:
-    bench, node = make_slow(0.05)
-    start_s = time.monotonic()
-    usage = ask(bench, "late", PROMPT)
-    assert time.monotonic() - start_s < GIVEN_UP_S / 2
-    assert (usage.cached_tokens, usage.store_tokens) == (0, 0)
-    assert bench.answers["late"] == truth(checkpoint, PROMPT)
-    node.may_read.set()
-    assert_quiet(bench)
-
-
-def test_aborts_while_the_store_reads(checkpoint: Checkpoint, make_slow: MakeSlow) -> None:
-    """Its pages are given back when the store is done with them, and others use what came."""
-    bench, node = make_slow(GIVEN_UP_S)
-    bench.submit(make_request("aborted", PROMPT, ignore_eos=True))
-    until(lambda: node.num_reads > 0, bench)
-    bench.mailbox.put(Abort(request_id="aborted"))
-    bench.step()
-    assert bench.finishes["aborted"].reason is FinishReason.CANCELLED
-    assert bench.engine.scheduler.is_idle
-    node.may_read.set()
-    rest(bench)
-    assert_quiet(bench)
-    ask(bench, "after", PROMPT)
-    assert bench.answers["after"] == truth(checkpoint, PROMPT)
-    assert_quiet(bench)
-
-
-def test_aborts_after_the_store_has_read(make_slow: MakeSlow) -> None:
-    """Between the last page and the place: nothing stays pinned."""
-    bench, node = make_slow(GIVEN_UP_S, max_running=1)
-    node.may_read.set()
-    bench.submit(make_request("runs", [5] * 40, ignore_eos=True, max_tokens=60))
-    bench.step()
-    bench.submit(make_request("aborted", PROMPT, ignore_eos=True))
-    until(lambda: bench.engine.scheduler._roster.waiting.num_ready > 0, bench)
-    host = bench.engine.cache.stats().host
-    assert host is not None
-    assert host.full.pinned == WHOLE // PAGE_SIZE
-    bench.mailbox.put(Abort(request_id="aborted"))
-    run(bench)
-    assert bench.finishes["aborted"].reason is FinishReason.CANCELLED
-    assert_quiet(bench)
-
-
-def test_a_drain_hands_back_who_waits_for_the_store(make_slow: MakeSlow) -> None:
-    bench, node = make_slow(GIVEN_UP_S)
-    bench.submit(make_request("waits", PROMPT, ignore_eos=True))
-    until(lambda: node.num_reads > 0, bench)
-    bench.engine.loop.drain()
-    bench.step()
-    assert bench.finishes["waits"].code == "draining"
-    node.may_read.set()
-    assert_quiet(bench)

@@ -1,0 +1,115 @@
+"""Questions to engines with tiers, and what takes their KV from one to the next."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from epd.engine.settling import settle
+from epd.kv.copies import CopyFailed, CopyTicket, PageCopies
+from epd.types import SamplingParams, Usage
+from tests.engine.conftest import Bench, Checkpoint, make_request
+from tests.oracles.plain_generate import plain_generate
+
+PAGE_SIZE = 4
+PROMPT = [(7 * i * i + 3 * i) % 120 for i in range(90)]
+# All whole pages but the one with the token that is computed.
+WHOLE = 88
+HOST = {"host_budget_bytes": 1 << 20}
+GIVEN_UP_S = 20.0
+
+
+def truth(checkpoint: Checkpoint, prompt: Sequence[int], max_tokens: int = 4) -> list[int]:
+    return plain_generate(checkpoint.model, list(prompt), SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+
+
+def ask(bench: Bench, request_id: str, prompt: Sequence[int], **how: object) -> Usage:
+    bench.submit(make_request(request_id, prompt, ignore_eos=True, max_tokens=4, **how))  # type: ignore[arg-type]
+    run(bench)
+    return bench.finishes[request_id].usage
+
+
+def run(bench: Bench) -> None:
+    """Until idle. Unlike in other tests something happens meanwhile, so it takes its time."""
+    until_s = time.monotonic() + GIVEN_UP_S
+    while not bench.engine.scheduler.is_idle or bench.mailbox.inbox:
+        bench.step()
+        assert time.monotonic() < until_s, "still busy"
+
+
+def rest(bench: Bench) -> None:
+    assert settle(bench.engine.cache, GIVEN_UP_S)
+
+
+def to_host(bench: Bench) -> None:
+    """Everything is in host memory alone."""
+    rest(bench)
+    bench.engine.cache.device.clear()
+
+
+def to_store(bench: Bench) -> None:
+    to_host(bench)
+    host = bench.engine.cache.host
+    assert host is not None
+    host.full.clear()
+    host.window.clear()
+
+
+def assert_quiet(bench: Bench) -> None:
+    """Nobody holds anything, in no tier."""
+    rest(bench)
+    bench.assert_nothing_leased()
+    bench.engine.cache.check()
+    host = bench.engine.cache.stats().host
+    assert host is not None
+    for pool in (host.full, host.window):
+        assert (pool.filling, pool.pinned, pool.doomed) == (0, 0, 0)
+
+
+def by_tier(bench: Bench) -> dict[str, float]:
+    hits = {
+        counter.labels["tier"]: counter.value
+        for counter in bench.engine.loop._info(0).labelled
+        if counter.name == "cache_hit_tokens_total"
+    }
+    cached = bench.engine.loop._info(0).counters["cached_tokens"]
+    assert hits["l1"] + hits["l2"] + hits["l3"] == cached
+    return hits
+
+
+def until(condition: Callable[[], bool], bench: Bench) -> None:
+    until_s = time.monotonic() + GIVEN_UP_S
+    while not condition():
+        bench.step()
+        assert time.monotonic() < until_s
+
+
+class StuckTicket:
+    """A load that never ends by itself."""
+
+    def __init__(self, inner: CopyTicket, fails: bool) -> None:
+        self._inner = inner
+        self._fails = fails
+
+    def is_done(self) -> bool:
+        return self._inner.is_done()
+
+    def wait(self) -> None:
+        self._inner.wait()
+        if self._fails:
+            raise CopyFailed("this copy fails")
+
+    def wait_layer(self, layer_index: int) -> None:
+        self.wait()
+
+
+def fail_loads(bench: Bench, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    mover = bench.engine.tiers.mover
+    assert mover is not None
+    load, left = mover.load, [times]
+
+    def failing(copies: PageCopies) -> CopyTicket:
+        left[0] -= 1
+        return StuckTicket(load(copies), fails=left[0] >= 0)
+
+    monkeypatch.setattr(mover, "load", failing)
