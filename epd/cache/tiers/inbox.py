@@ -15,18 +15,21 @@ class Inbox:
     """Any thread posts; `empty` runs what was posted, in order, on the thread that calls it."""
 
     def __init__(self, wake: Callable[[], None] | None = None) -> None:
-        """`wake` is called by the posting thread for the first news after `empty`: once is enough for many."""
+        """`wake` is called by the posting thread, once for all news until `empty`."""
         self._wake = wake
         self._lock = threading.Lock()
         self._news: deque[News] = deque()
         self._woken = False
         self._has_news = threading.Event()
 
-    def post(self, news: News) -> None:
+    def post(self, news: News, *, wakes: bool = True) -> None:
+        """`wakes` False: it can wait until somebody looks, or something else wakes."""
         with self._lock:
             self._news.append(news)
-            self._has_news.set()
-            wakes, self._woken = not self._woken, True
+            wakes = wakes and not self._woken
+            if wakes:
+                self._woken = True
+                self._has_news.set()
         if wakes and self._wake is not None:
             self._wake()
 
@@ -40,5 +43,5 @@ class Inbox:
         return len(news)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether there is news, after so long at most."""
+        """Whether there is news that wakes, after so long at most."""
         return self._has_news.wait(timeout_s)

@@ -166,10 +166,10 @@ class Incoming:
         if came:
             page.state = "arrived"
             self._news |= page.wanted_by
-        else:
-            if not call.is_cancelled:
-                call.absent.append(store_key(page.kind, page.key))
-            self._miss(page)
+            return
+        if not call.is_cancelled:
+            call.absent.append(store_key(page.kind, page.key))
+        self._miss(page)
         self._settle(call)
 
     def _done(self, call: _Call, place: str, came: tuple[bool, ...]) -> None:
@@ -205,7 +205,8 @@ class Incoming:
 
 
 def _posting_key(inbox: Inbox, act: OnKey) -> OnKey:
-    return lambda index, came: inbox.post(partial(act, index, came))
+    # Of single pages somebody hears soon enough; a page that is missing changes what is to be done.
+    return lambda index, came: inbox.post(partial(act, index, came), wakes=not came)
 
 
 def _posting(inbox: Inbox, act: OnKeys) -> OnKeys:

@@ -21,6 +21,18 @@ def test_once_is_enough_to_wake() -> None:
     assert len(wakes) == 2
 
 
+def test_quiet_news_waits_for_others() -> None:
+    wakes: list[None] = []
+    inbox = Inbox(lambda: wakes.append(None))
+    inbox.post(lambda: None, wakes=False)
+    assert wakes == []
+    assert not inbox.wait(0.0)
+    inbox.post(lambda: None)
+    inbox.post(lambda: None, wakes=False)
+    assert len(wakes) == 1
+    assert inbox.empty() == 3
+
+
 def test_news_that_posts_news_is_for_the_next_time() -> None:
     seen: list[str] = []
     inbox = Inbox()
