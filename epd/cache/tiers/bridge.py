@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from epd.cache.l3.base import StoreStats
 from epd.cache.tiers.asking import Asker
@@ -31,6 +32,16 @@ from epd.cache.tiers.reach import Above
 from epd.cache.tiers.writeback import WriteBack
 
 __all__ = ["BridgeSettings", "BridgeStats", "StoreBridge"]
+
+_NUMBERS: Final = (
+    "read_pages",
+    "write_pages",
+    "write_bytes",
+    "ask_keys",
+    "touch_keys",
+    "max_queued_pages",
+    "max_believed_keys",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +59,8 @@ class BridgeSettings:
     """Full pages beyond the last whole window are fetched when they are more than this; None: never."""
     read_pages: int = 64
     write_pages: int = 32
+    write_bytes: int = 8 << 20
+    """About so much goes in one put, and one page at least."""
     ask_keys: int = 256
     touch_keys: int = 256
     max_queued_pages: int = 4096
@@ -56,7 +69,7 @@ class BridgeSettings:
     """Keys of each node that are believed to be there."""
 
     def __post_init__(self) -> None:
-        for name in ("read_pages", "write_pages", "ask_keys", "touch_keys", "max_queued_pages", "max_believed_keys"):
+        for name in _NUMBERS:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: at least 1")
         for name in ("prefetch_timeout_s", "prefetch_page_timeout_s", "lease_s", "ttl_s"):
@@ -146,6 +159,7 @@ class StoreBridge:
             self._inbox,
             clock=clock,
             batch_pages=settings.write_pages,
+            batch_bytes=settings.write_bytes,
             max_queued_pages=settings.max_queued_pages,
         )
 

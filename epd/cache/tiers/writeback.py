@@ -60,9 +60,10 @@ class WriteBack:
         *,
         clock: Callable[[], float],
         batch_pages: int,
+        batch_bytes: int,
         max_queued_pages: int,
     ) -> None:
-        """`max_queued_pages` for each place."""
+        """A put has `batch_pages` and about `batch_bytes` at most; `max_queued_pages` wait for each place."""
         self._store = store
         self._pools = pools
         self._view = view
@@ -70,6 +71,7 @@ class WriteBack:
         self._inbox = inbox
         self._clock = clock
         self._batch_pages = batch_pages
+        self._batch_bytes = batch_bytes
         self._max_queued_pages = max_queued_pages
         self._lanes: dict[str, _Lane] = {}
         self._flying: Counter[_Page] = Counter()
@@ -137,26 +139,28 @@ class WriteBack:
         if not batch:
             return
         items = []
-        for kind, key, number in batch:
+        for kind, key, view in batch:
             self._pools[kind].pin((key,))
             self._flying[kind, key] += 1
-            items.append((store_key(kind, key), (self._view(kind, number),)))
+            items.append((store_key(kind, key), (view,)))
         lane.num_batches += 1
         self.counters["puts"] += 1
         pages = tuple((kind, key) for kind, key, _ in batch)
         done = partial(self._done, place, chain.group, pages)
         self._store.put(chain.group, items, on_done=lambda kept: self._inbox.post(partial(done, kept)))
 
-    def _next_batch(self, lane: _Lane, chain: _Chain) -> list[tuple[PageKind, bytes, int]]:
-        batch: list[tuple[PageKind, bytes, int]] = []
-        while chain.pages and len(batch) < self._batch_pages:
+    def _next_batch(self, lane: _Lane, chain: _Chain) -> list[tuple[PageKind, bytes, memoryview]]:
+        batch: list[tuple[PageKind, bytes, memoryview]] = []
+        size_bytes = 0
+        while chain.pages and len(batch) < self._batch_pages and size_bytes < self._batch_bytes:
             page = chain.pages.popleft()
             if page not in lane.queued:
                 continue
             lane.queued.discard(page)
             number = self._pools[page[0]].get(page[1])
             if number is not None:
-                batch.append((*page, number))
+                batch.append((*page, self._view(page[0], number)))
+                size_bytes += batch[-1][2].nbytes
                 continue
             self.counters["evicted"] += 1
             if page[0] == "full":

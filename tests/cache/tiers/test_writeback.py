@@ -23,6 +23,14 @@ def test_saved_pages_are_written_in_path_order() -> None:
     assert world.bridge.bridge_stats().writeback["written"] == 24
 
 
+def test_large_pages_go_in_smaller_batches() -> None:
+    """Full pages have 24 bytes, window pages 40."""
+    world = BridgeWorld(settings=BridgeSettings(write_bytes=50))
+    world.computes(KEYS, 0, 4)
+    world.settle()
+    assert [len(keys) for what, keys in world.store.history if what == "put"] == [3, 2, 2, 1]
+
+
 def test_pages_are_pinned_only_while_a_put_reads_them() -> None:
     world = BridgeWorld(settings=BridgeSettings(write_pages=4))
     world.computes(KEYS)
