@@ -221,6 +221,17 @@ def test_clearing_a_store_is_a_miss_to_who_uses_it(tmp_path: Path) -> None:
     assert held(tmp_path / "other", b"fz") == held(tmp_path / "kv", b"fb") == [False]
 
 
+@pytest.mark.usefixtures("no_arenas")
+def test_memory_of_a_directory_that_is_gone_goes_with_a_clear(tmp_path: Path, memory: Path) -> None:
+    put(tmp_path / "kv", b"fa")
+    put(tmp_path / "gone", b"fb")
+    shutil.rmtree(tmp_path / "gone")
+    assert run("clear").exit_code == 0
+    assert list(memory.iterdir()) == [hot_root(tmp_path / "kv")]
+    (found,) = json.loads(run("stats", "--json").stdout)["kv_stores"]
+    assert found["num_records"] == 0
+
+
 def test_each_kind_is_cleared_by_itself(store: EmbeddingStore, tmp_path: Path) -> None:
     put(tmp_path / "kv", b"fa")
     assert run("clear", "--embeddings").exit_code == 0

@@ -72,6 +72,9 @@ def clear_local_store(directory: Path) -> int:
                 with contextlib.suppress(FileNotFoundError):
                     freed_bytes += _size_bytes(path)
                     path.unlink()
+    if not os.path.lexists(directory):
+        # Somebody threw the directory away, and nobody will ask for its memory.
+        shutil.rmtree(hot_root(directory), ignore_errors=True)
     return freed_bytes
 
 
