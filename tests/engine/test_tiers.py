@@ -18,8 +18,10 @@ from tests.engine.tier_asks import (
     assert_quiet,
     by_tier,
     fail_loads,
+    late_loads,
     rest,
     run,
+    spoil_device,
     to_host,
     truth,
 )
@@ -111,6 +113,31 @@ def test_full_pages_from_the_host_are_healed_like_those_of_the_device(
     assert usage.host_tokens == usage.cached_tokens > 100
     assert bench.answers["healed"] == truth(checkpoint, prompt)
     assert bench.engine.scheduler.counters.healed_hits == 1
+    assert_quiet(bench)
+
+
+@pytest.mark.parametrize("chunk_tokens", [4, 64])
+@pytest.mark.parametrize("windows", ["host", "healed"])
+def test_nothing_is_read_before_it_has_come(
+    checkpoint: Checkpoint,
+    make_bench: MakeBench,
+    monkeypatch: pytest.MonkeyPatch,
+    chunk_tokens: int,
+    windows: str,
+) -> None:
+    prompt = [*PROMPT, *PROMPT[::-1]]
+    bench = make_bench(**HOST, chunk_tokens=chunk_tokens)
+    ask(bench, "first", prompt)
+    to_host(bench)
+    host = bench.engine.cache.host
+    assert host is not None
+    if windows == "healed":
+        host.window.clear()
+    spoil_device(bench)
+    late_loads(bench, monkeypatch)
+    usage = ask(bench, "late", [*prompt, 1, 2, 3, 4, 5, 6])
+    assert (usage.host_tokens, usage.healed_tokens > 0) == (usage.cached_tokens, windows == "healed")
+    assert bench.answers["late"] == truth(checkpoint, [*prompt, 1, 2, 3, 4, 5, 6])
     assert_quiet(bench)
 
 

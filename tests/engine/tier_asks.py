@@ -113,3 +113,37 @@ def fail_loads(bench: Bench, monkeypatch: pytest.MonkeyPatch, times: int) -> Non
         return StuckTicket(load(copies), fails=left[0] >= 0)
 
     monkeypatch.setattr(mover, "load", failing)
+
+
+class LateTicket:
+    """A load that is only made when somebody waits for it: who does not finds numbers that are none."""
+
+    def __init__(self, load: Callable[[], CopyTicket]) -> None:
+        self._load = load
+        self._ticket: CopyTicket | None = None
+
+    def is_done(self) -> bool:
+        return self._ticket is not None and self._ticket.is_done()
+
+    def wait(self) -> None:
+        if self._ticket is None:
+            self._ticket = self._load()
+        self._ticket.wait()
+
+    def wait_layer(self, layer_index: int) -> None:
+        self.wait()
+
+
+def late_loads(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    mover = bench.engine.tiers.mover
+    assert mover is not None
+    load = mover.load
+    monkeypatch.setattr(mover, "load", lambda copies: LateTicket(lambda: load(copies)))
+
+
+def spoil_device(bench: Bench) -> None:
+    """Pages of the device hold no numbers until they are written."""
+    storage = bench.engine.loop._mover._storage
+    for layer in (*storage.full_layer_indices, *storage.window_layer_indices):
+        storage.keys(layer).fill_(float("nan"))
+        storage.values(layer).fill_(float("nan"))
