@@ -61,7 +61,7 @@ class BridgeSettings:
     write_pages: int = 32
     write_bytes: int = 8 << 20
     """About so much goes in one put, and one page at least."""
-    ask_keys: int = 256
+    ask_keys: int = 1024
     touch_keys: int = 256
     max_queued_pages: int = 4096
     """Pages waiting to be written to one node; more are given up."""
