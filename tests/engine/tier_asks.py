@@ -16,7 +16,7 @@ PROMPT = [(7 * i * i + 3 * i) % 120 for i in range(90)]
 # All whole pages but the one with the token that is computed.
 WHOLE = 88
 HOST = {"host_budget_bytes": 1 << 20}
-GIVEN_UP_S = 20.0
+GIVEN_UP_S = 120.0
 
 
 def truth(checkpoint: Checkpoint, prompt: Sequence[int], max_tokens: int = 4) -> list[int]:
