@@ -9,11 +9,13 @@ again (the highest stamp counts; the others are shadows, which are to be killed 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import time
 from collections import OrderedDict
 from typing import Final
 
+from epd.cache.l3.deaths import Deaths
 from epd.cache.l3.segment import Entry, Segment
 from epd.cache.l3.shelf import Shelf
 
@@ -26,9 +28,11 @@ _MAX_OPEN_COLD: Final = 256
 class Catalogue:
     """Of the hot shelf and, unless there is none, the cold one."""
 
-    def __init__(self, hot: Shelf, cold: Shelf | None) -> None:
+    def __init__(self, hot: Shelf, cold: Shelf | None, deaths: Deaths | None = None) -> None:
+        """`deaths`, opened before, is where others tell of theirs."""
         self.hot = hot
         self.cold = cold
+        self._deaths = deaths
         self.shadows: list[tuple[bytes, Entry]] = []
         self._places: dict[bytes, tuple[Entry, ...]] = {}
         self._growing: list[Segment] = []
@@ -68,6 +72,8 @@ class Catalogue:
                     self.drop(shelf.segments.pop(name))
         for segment in list(self._growing):
             self.scan(segment)
+        if self._deaths is not None:
+            self._bury(self._deaths.news())
 
     def add(self, key: bytes, entry: Entry) -> None:
         """A live entry."""
@@ -165,3 +171,25 @@ class Catalogue:
                     self.add(key, entry)
             if segment.is_hot and segment.size_bytes <= segment.tail and segment in self._growing:
                 self._growing.remove(segment)
+
+    def _bury(self, dead: list[tuple[bytes, int]] | None) -> None:
+        if dead is None:
+            self._look_at_all()
+        elif dead:
+            shelves = (self.hot.segments, self.cold.segments if self.cold is not None else {})
+            by_uid = {segment.uid: segment for segments in shelves for segment in segments.values()}
+            for uid, offset in dead:
+                entries = by_uid[uid].entries if uid in by_uid else []
+                index = bisect.bisect_left(entries, offset, key=lambda pair: pair[1].offset)
+                if index < len(entries) and entries[index][1].offset == offset:
+                    self.forget(*entries[index])
+
+    def _look_at_all(self) -> None:
+        for key, places in list(self._places.items()):
+            for entry in places:
+                is_alive = False
+                with contextlib.suppress(OSError):
+                    self.opened(entry.segment)
+                    is_alive = entry.segment.is_alive(entry)
+                if not is_alive:
+                    self.forget(key, entry)

@@ -19,8 +19,9 @@ from typing import Final
 
 from epd.cache.l3.base import Buffer, NodeFailed, NodeTimedOut, NodeUsage, Sink
 from epd.cache.l3.catalogue import Catalogue
+from epd.cache.l3.deaths import Deaths
 from epd.cache.l3.mover import Mover
-from epd.cache.l3.segment import Entry, Scratch
+from epd.cache.l3.segment import Entry, Scratch, entry_bytes, value_at
 from epd.cache.l3.shelf import Shelf, StoreLock
 from epd.cache.l3.writer import LOCK_WAIT_S, Writer
 
@@ -29,6 +30,7 @@ __all__ = ["LocalNode"]
 logger = logging.getLogger(__name__)
 
 _LOCK: Final = "lock"
+_DEATHS: Final = "deaths"
 _SEGMENTS: Final = 16
 _COLD_SEGMENTS: Final = 512
 _FEWEST_SEGMENTS: Final = 4
@@ -38,6 +40,8 @@ _MAX_PROMOTIONS: Final = 4096
 _MAX_USES: Final = 1 << 16
 # A cold record that is read so often has its place among the hot ones.
 _HOT_USES: Final = 2
+_RUN_BYTES: Final = 1 << 20
+_FRESH_S: Final = 0.01
 _LEAVE_S: Final = 10.0
 
 
@@ -71,9 +75,11 @@ class LocalNode:
         self._segment_bytes = segment_bytes
         self._counters: Counter[str] = Counter()
         self._scratch = Scratch()
+        self._run_scratch = Scratch()
         self._uses: dict[bytes, int] = {}
         self._promotions: OrderedDict[bytes, None] = OrderedDict()
         self._tends_from_s = 0.0
+        self._learned_s = 0.0
         with self._explained("open"):
             self._open()
 
@@ -83,9 +89,24 @@ class LocalNode:
 
     def get(self, keys: Sequence[bytes], sink: Sink, *, timeout_s: float) -> None:
         """`timeout_s` is not looked at: no server is asked, and the disk cannot be hurried."""
-        self._learn()
-        for index, key in enumerate(keys):
-            sink(index, self._read(key))
+        # What is read says itself whether it is alive: only what is missing may have to be learned of.
+        if time.monotonic() - self._learned_s > _FRESH_S:
+            self._learn()
+        missing: list[int] = []
+
+        def first_sink(index: int, value: memoryview | None) -> None:
+            if value is None:
+                missing.append(index)
+            else:
+                sink(index, value)
+
+        start = 0
+        while start < len(keys):
+            start = self._read_run(keys, start, first_sink)
+        if missing:
+            self._learn()
+        for index in missing:
+            sink(index, self._read(keys[index]))
 
     def put(self, items: Sequence[tuple[bytes, Sequence[Buffer]]], *, timeout_s: float) -> list[bool]:
         self._learn()
@@ -103,7 +124,7 @@ class LocalNode:
 
     def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
         self._learn()
-        return [self._is_there(key) for key in keys]
+        return [bool(self._catalogue.places(key)) for key in keys]
 
     def touch(self, keys: Sequence[bytes], *, timeout_s: float) -> None:
         self._learn()
@@ -117,8 +138,10 @@ class LocalNode:
             # Looked at under the lock: what others promoted or demoted until now dies, too.
             self._catalogue.refresh()
             self._kill_shadows()
-            for key in keys:
-                self._kill(key)
+            doomed = [(key, entry) for key in keys for entry in self._catalogue.places(key)]
+            self._kill([entry for _, entry in doomed])
+            for key, entry in doomed:
+                self._catalogue.forget(key, entry)
 
     def usage(self) -> NodeUsage:
         hot, cold = self._catalogue.hot, self._catalogue.cold
@@ -150,12 +173,14 @@ class LocalNode:
             self._mover.abandon()
         self._catalogue.close()
         self._lock.close()
+        self._deaths.close()
 
     def _open(self) -> None:
         hot = Shelf(self._hot_root, max_bytes=self._memory_bytes, is_hot=True)
         cold = None if self._cold_root is None else Shelf(self._cold_root, max_bytes=self._disk_bytes, is_hot=False)
         self._lock = StoreLock(self._hot_root / _LOCK)
-        self._catalogue = Catalogue(hot, cold)
+        self._deaths = Deaths(self._hot_root / _DEATHS)
+        self._catalogue = Catalogue(hot, cold, self._deaths)
         self._mover = Mover(self._catalogue, self._counters)
         self._writer = Writer(self._catalogue, self._mover, self._lock, self._counters, self._segment_bytes)
         with contextlib.suppress(NodeTimedOut), self._lock.hold(LOCK_WAIT_S):
@@ -165,7 +190,8 @@ class LocalNode:
         self._catalogue.refresh()
 
     def _learn(self) -> None:
-        """Raises NodeFailed."""
+        """Take notice of what others did. Raises NodeFailed."""
+        self._learned_s = time.monotonic()
         with self._explained("read"):
             try:
                 self._catalogue.refresh()
@@ -175,6 +201,40 @@ class LocalNode:
                 self._open()
         self._writer.let_go_if_gone()
 
+    def _read_run(self, keys: Sequence[bytes], start: int, sink: Sink) -> int:
+        """Give the values from this key on that lie side by side, read at once; the key after them.
+
+        What was put together is read together, in a few long calls: between short ones other threads would take over,
+        each time for some milliseconds.
+        """
+        places = self._catalogue.places(keys[start])
+        if not places:
+            sink(start, None)
+            return start + 1
+        first = places[0]
+        run = [first]
+        end = first.offset + entry_bytes(keys[start], first.value_bytes)
+        while start + len(run) < len(keys) and end - first.offset < _RUN_BYTES:
+            key = keys[start + len(run)]
+            places = self._catalogue.places(key)
+            if not places or places[0].segment is not first.segment or places[0].offset != end:
+                break
+            run.append(places[0])
+            end += entry_bytes(key, places[0].value_bytes)
+        loaded = memoryview(b"")
+        # A cold segment may have been evicted a moment ago, or its disk be at fault.
+        with contextlib.suppress(OSError):
+            self._catalogue.opened(first.segment)
+            loaded = first.segment.load(first.offset, end - first.offset, self._run_scratch)
+        for index, entry in enumerate(run, start):
+            value = value_at(loaded, entry.offset - first.offset, keys[index], entry)
+            if value is None:
+                value = self._read(keys[index])
+            else:
+                self._was_read(keys[index], entry)
+            sink(index, value)
+        return start + len(run)
+
     def _read(self, key: bytes) -> memoryview | None:
         for entry in self._catalogue.places(key):
             value = None
@@ -183,20 +243,14 @@ class LocalNode:
                 self._catalogue.opened(entry.segment)
                 value = entry.segment.read(key, entry, self._scratch)
             if value is not None:
-                self._counters["hot_reads" if entry.segment.is_hot else "cold_reads"] += 1
-                self._used(key, entry)
+                self._was_read(key, entry)
                 return value
             self._catalogue.forget(key, entry)
         return None
 
-    def _is_there(self, key: bytes) -> bool:
-        for entry in self._catalogue.places(key):
-            with contextlib.suppress(OSError):
-                self._catalogue.opened(entry.segment)
-                if entry.segment.is_alive(entry):
-                    return True
-            self._catalogue.forget(key, entry)
-        return False
+    def _was_read(self, key: bytes, entry: Entry) -> None:
+        self._counters["hot_reads" if entry.segment.is_hot else "cold_reads"] += 1
+        self._used(key, entry)
 
     def _used(self, key: bytes, entry: Entry) -> None:
         """Promote it in time, if it has earned that."""
@@ -283,23 +337,20 @@ class LocalNode:
                 self._uses.pop(key, None)
                 self._counters["promoted"] += 1
 
-    def _kill(self, key: bytes) -> None:
-        """Under the store's lock. Raises OSError."""
-        for entry in self._catalogue.places(key):
-            self._kill_entry(entry)
-            self._catalogue.forget(key, entry)
-
     def _kill_shadows(self) -> None:
         """Under the store's lock. Raises OSError."""
         shadows, self._catalogue.shadows = self._catalogue.shadows, []
-        for _, entry in shadows:
-            self._kill_entry(entry)
+        self._kill([entry for _, entry in shadows])
 
-    def _kill_entry(self, entry: Entry) -> None:
-        # A segment that is gone has taken its entries with it.
-        with contextlib.suppress(FileNotFoundError):
-            self._catalogue.opened(entry.segment)
-            entry.segment.kill(entry)
+    def _kill(self, entries: Sequence[Entry]) -> None:
+        """Under the store's lock. Raises OSError."""
+        for entry in entries:
+            # A segment that is gone has taken its entries with it.
+            with contextlib.suppress(FileNotFoundError):
+                self._catalogue.opened(entry.segment)
+                entry.segment.kill(entry)
+        if entries:
+            self._deaths.note([(entry.segment.uid, entry.offset) for entry in entries])
 
     @contextlib.contextmanager
     def _explained(self, what: str) -> Iterator[None]:

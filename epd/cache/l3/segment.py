@@ -27,7 +27,7 @@ import xxhash
 
 from epd.cache.l3.base import Buffer
 
-__all__ = ["ALIVE", "HEAD_BYTES", "SUFFIX", "Entry", "Scratch", "Segment", "SegmentDamaged", "entry_bytes"]
+__all__ = ["ALIVE", "HEAD_BYTES", "SUFFIX", "Entry", "Scratch", "Segment", "SegmentDamaged", "entry_bytes", "value_at"]
 
 MAGIC: Final = b"MIMOKVS1"
 SUFFIX: Final = ".seg"
@@ -77,6 +77,18 @@ def entry_bytes(key: bytes, value_bytes: int) -> int:
     return size_bytes + -size_bytes % _ALIGN
 
 
+def value_at(loaded: memoryview, at: int, key: bytes, entry: Entry) -> memoryview | None:
+    """The value of an entry that was loaded with its front at this place; None when it is dead or not there."""
+    start = at + _ENTRY.size + len(key)
+    stop = start + entry.value_bytes
+    if loaded.nbytes < stop:
+        return None
+    mark, _, key_bytes, value_bytes, stamp, _ = _ENTRY.unpack_from(loaded, at)
+    if (mark, key_bytes, value_bytes, stamp) != (ALIVE, len(key), entry.value_bytes, entry.stamp):
+        return None
+    return loaded[start:stop] if loaded[at + _ENTRY.size : start] == key else None
+
+
 class Segment:
     """An open file. `tail` is the end of what is known of it; `entries` is that, in order."""
 
@@ -87,7 +99,7 @@ class Segment:
         self.tail = HEAD_BYTES
         self.entries: list[tuple[bytes, Entry]] = []
         self.is_sealed = False
-        self._uid = uid
+        self.uid = uid
         self._descriptor: int | None = descriptor
 
     @classmethod
@@ -196,15 +208,13 @@ class Segment:
 
     def read(self, key: bytes, entry: Entry, scratch: Scratch) -> memoryview | None:
         """The entry's value, lying in `scratch`; None when it is dead or not there. Raises OSError."""
-        start = _ENTRY.size + len(key)
-        stop = start + entry.value_bytes
-        view = scratch.view(stop)
-        if os.preadv(self._file(), [view], entry.offset) != stop:
-            return None
-        mark, _, key_bytes, value_bytes, stamp, _ = _ENTRY.unpack_from(view)
-        if (mark, key_bytes, value_bytes, stamp) != (ALIVE, len(key), entry.value_bytes, entry.stamp):
-            return None
-        return view[start:] if view[_ENTRY.size : start] == key else None
+        loaded = self.load(entry.offset, entry_bytes(key, entry.value_bytes), scratch)
+        return value_at(loaded, 0, key, entry)
+
+    def load(self, offset: int, size_bytes: int, scratch: Scratch) -> memoryview:
+        """Bytes of the file, as many as there are, lying in `scratch`. Raises OSError."""
+        view = scratch.view(size_bytes)
+        return view[: os.preadv(self._file(), [view], offset)]
 
     def is_alive(self, entry: Entry) -> bool:
         """Whether the entry has not died. Raises OSError."""
@@ -231,4 +241,4 @@ class Segment:
         return self._descriptor
 
     def _digest(self, offset: int, key: bytes, value_bytes: int, stamp: int) -> int:
-        return xxhash.xxh3_64_intdigest(_BOUND.pack(self._uid, offset, len(key), value_bytes, stamp) + key)
+        return xxhash.xxh3_64_intdigest(_BOUND.pack(self.uid, offset, len(key), value_bytes, stamp) + key)

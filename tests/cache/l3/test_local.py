@@ -92,7 +92,7 @@ def tend(node: LocalNode) -> None:
 def sizes(place: Place) -> tuple[int, int]:
     def of(root: Path) -> int:
         total = 0
-        for path in root.iterdir():
+        for path in root.glob("*.seg"):
             with contextlib.suppress(FileNotFoundError):
                 total += path.stat().st_size
         return total
@@ -137,7 +137,7 @@ def test_bounded_and_the_oldest_go_first(place: Place, disk: int, tends: bool) -
 
 
 def sizes_of_hot(place: Place) -> int:
-    return sum(path.stat().st_size for path in place.hot.iterdir())
+    return sum(path.stat().st_size for path in place.hot.glob("*.seg"))
 
 
 @pytest.mark.parametrize("disk", [DISK, 0])
@@ -233,6 +233,48 @@ def test_measuring_takes_no_notice_of_what_is_new(place: Place) -> None:
     catalogue.close()
     reader.close()
     writer.close()
+
+
+def test_a_shelf_is_looked_at_in_the_order_in_which_things_move(place: Place) -> None:
+    """Whatever moves between the looks at the two shelves is seen on one of them."""
+
+    class Watched(Shelf):
+        def look(self) -> set[str] | None:
+            names = super().look()
+            while node.tend():
+                pass
+            return names
+
+    for hot_kind, cold_kind in ((Watched, Shelf), (Shelf, Watched)):
+        node = place.open()
+        while node.usage().used_bytes < MEMORY - SEGMENT or not node.tend():
+            numbers = range(node.usage().num_records or 0, (node.usage().num_records or 0) + 5)
+            assert put(node, numbers) == 5
+        everything = node.usage().num_records
+        catalogue = Catalogue(
+            hot_kind(place.hot, max_bytes=MEMORY, is_hot=True), cold_kind(place.cold, max_bytes=DISK, is_hot=False)
+        )
+        num_demoted = node.usage().counters.get("demoted", 0)
+        catalogue.refresh()
+        assert node.usage().counters["demoted"] > num_demoted
+        assert len(catalogue) == everything
+        catalogue.close()
+        node.close()
+        shutil.rmtree(place.hot)
+        shutil.rmtree(place.cold)
+
+
+def test_many_deaths_at_once_are_all_heard_of(place: Place) -> None:
+    killer, other = place.open(memory=32 * SEGMENT), place.open(memory=32 * SEGMENT)
+    names = [name(number) for number in range(3000)]
+    assert all(killer.put([(some, [b"x"]) for some in names], timeout_s=1))
+    assert all(other.exists(names, timeout_s=1))
+    for batch in (names[:5], names[5:2900]):
+        killer.discard(batch, timeout_s=1)
+        assert not any(other.exists(batch, timeout_s=1))
+    assert all(other.exists(names[2900:], timeout_s=1))
+    for node in (killer, other):
+        node.close()
 
 
 def test_more_writers_than_segments(place: Place) -> None:
@@ -355,6 +397,8 @@ def test_removed_while_in_use_it_begins_anew(place: Place, which: str) -> None:
         elif which == "files":
             for path in root.glob("*.seg"):
                 path.unlink()
+    # So long may it take to be noticed.
+    time.sleep(0.02)
     for node in nodes:
         there = found(node, range(150))
         assert not there if which in ("both", "files") else True
@@ -564,14 +608,14 @@ def test_urls(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("disk", [0, 6 * SEGMENT])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_any_history_with_little_room(place: Place, seed: int, disk: int) -> None:
     """Three processes put, overwrite, discard, read, touch, move and restart; a value is the last one, or gone."""
     rng = random.Random(seed)
     nodes = [place.open(memory=6 * SEGMENT, disk=disk) for _ in range(3)]
     last: dict[int, int | None] = {}
     num_hits = 0
-    for step in range(900):
+    for step in range(600):
         which = rng.randrange(3)
         node = nodes[which]
         numbers = [int(rng.triangular(0, 300, 0)) for _ in range(4)]
@@ -589,14 +633,14 @@ def test_any_history_with_little_room(place: Place, seed: int, disk: int) -> Non
             def sink(index: int, content: memoryview | None, got: list[bytes | None] = got) -> None:
                 got[index] = None if content is None else bytes(content)
 
+            there = node.exists([name(number) for number in numbers], timeout_s=1)
             node.get([name(number) for number in numbers], sink, timeout_s=1)
+            assert there == [content is not None for content in got]
             for number, content in zip(numbers, got, strict=True):
                 seed_of_last = last.get(number)
                 right = None if seed_of_last is None else value(number, seed_of_last)
                 assert content in (None, right), f"step {step}: {number} has another value than the last"
                 num_hits += content is not None
-            there = node.exists([name(number) for number in numbers], timeout_s=1)
-            assert there == [content is not None for content in got]
         elif what == "touch":
             node.touch([name(number) for number in numbers], timeout_s=1)
         elif what == "discard":
@@ -611,6 +655,6 @@ def test_any_history_with_little_room(place: Place, seed: int, disk: int) -> Non
             hot_bytes, cold_bytes = sizes_of_hot(place), sum(path.stat().st_size for path in place.cold.glob("*"))
             assert hot_bytes <= 6 * SEGMENT
             assert cold_bytes <= disk
-    assert num_hits > 100
+    assert num_hits > 60
     for node in nodes:
         node.close()

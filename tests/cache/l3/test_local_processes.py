@@ -100,8 +100,8 @@ def test_many_at_once_while_things_are_evicted_and_some_are_killed(tmp_path: Pat
     doomed.communicate()
     for process in processes:
         ended(process)
-    hot_bytes = sum(path.stat().st_size for path in (tmp_path / "hot").iterdir())
-    cold_bytes = sum(path.stat().st_size for path in (tmp_path / "cold").iterdir())
+    hot_bytes = sum(path.stat().st_size for path in (tmp_path / "hot").glob("*.seg"))
+    cold_bytes = sum(path.stat().st_size for path in (tmp_path / "cold").glob("*.seg"))
     assert hot_bytes <= memory_segments << 17
     assert cold_bytes <= 8 << 17
     calls = workers.open()
