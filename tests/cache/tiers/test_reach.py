@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd.cache.tiers.bridge import BridgeSettings
-from epd.cache.tiers.ports import store_key
+from epd.cache.tiers.ports import PageKind, store_key
 from epd.cache.tiers.reach import WindowProbe, deepest_boundary
 from epd.cache.window import window_floor
 from tests.fakes.bridge_world import BridgeWorld, chain
@@ -104,5 +104,44 @@ def test_a_prefetch_brings_all_that_is_of_use_and_nothing_else(
     after = world.usable(KEYS, device_full=device, device_windows=sorted(device_windows))
     assert after == (before if boundary is None else boundary)
     assert {key for what, keys in world.store.history if what == "get" for key in keys} == wanted
+    world.bridge.forget("a")
+    world.check_quiet()
+
+
+@given(
+    device=st.integers(0, 4),
+    stored_full=st.integers(0, NUM_PAGES),
+    stored_windows=most_pages,
+    phantoms=st.sets(st.tuples(st.sampled_from(["full", "window"]), st.integers(0, NUM_PAGES - 1)), max_size=6),
+    corrupt=st.sets(st.tuples(st.sampled_from(["full", "window"]), st.integers(0, NUM_PAGES - 1)), max_size=3),
+    width=st.integers(0, 3),
+    batch=st.integers(1, 6),
+)
+@settings(max_examples=80, deadline=None)
+def test_a_store_that_lies_is_found_out_and_the_best_that_is_left_comes(
+    device: int,
+    stored_full: int,
+    stored_windows: set[int],
+    phantoms: set[tuple[PageKind, int]],
+    corrupt: set[tuple[PageKind, int]],
+    width: int,
+    batch: int,
+) -> None:
+    world = BridgeWorld(
+        window_pages=width,
+        at_once=True,
+        settings=BridgeSettings(ask_keys=batch, read_pages=batch, prefetch_timeout_s=1.0),
+    )
+    world.store_has(KEYS, full=stored_full, windows=sorted(stored_windows))
+    world.store.phantoms = {store_key(kind, KEYS[page]) for kind, page in phantoms}
+    world.store.corrupt = {store_key(kind, KEYS[page]) for kind, page in corrupt}
+    full = {*range(device), *(page for page in range(stored_full) if ("full", page) not in corrupt)}
+    windows = {page for page in stored_windows if ("window", page) not in corrupt}
+    reach = next((page for page in range(NUM_PAGES) if page not in full), NUM_PAGES)
+    expected = brute_boundary(windows, reach, device if width == 0 else 0, width) or (device if width == 0 else 0)
+
+    world.prefetch("a", KEYS, device_full=device)
+    world.settle()
+    assert world.usable(KEYS, device_full=device) == expected
     world.bridge.forget("a")
     world.check_quiet()
