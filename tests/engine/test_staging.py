@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,7 @@ from epd.engine.plan import DraftTail, HeldTransfer, KvImport, PageTable, StepPl
 from epd.engine.settling import settle
 from epd.engine.staging import KvStager, write_staged
 from epd.kernels.base import AttentionSpec
-from epd.kv.copies import DONE
+from epd.kv.copies import DONE, CopyFailed
 from epd.kv.dual import DualPool
 from epd.kv.host_storage import HostStorage
 from epd.kv.layout import KvLayout
@@ -223,6 +224,53 @@ def test_without_a_host_tier_nothing_is_staged_and_nothing_counted() -> None:
     held = Worker(torch.float32).send(9, torch.float32)
     assert stager.stage(keys_of(9), held) is held
     assert stager.num_unstaged == 0
+
+
+@pytest.mark.parametrize("how", ["abort", "finish", "commit"])
+@pytest.mark.parametrize("breaks", [False, True])
+def test_pages_that_somebody_writes_are_not_given_back(how: str, breaks: bool) -> None:
+    """Whoever ends a row while its KV arrives waits for the copy, also for one that fails."""
+    dtype = torch.float32
+    worker, held = Worker(dtype), Worker(dtype, seed=1).send(22, dtype)
+    lanes = SteppedLanes(worker.storage, worker.host)
+    worker.pages._lanes = lanes
+    staged = worker.stager.stage(keys_of(22), held).staged
+    assert staged is not None
+    row = worker.cache.resume_staged(staged)
+    errors: list[CopyFailed] = []
+
+    def end() -> None:
+        try:
+            _ = row.commit(22, keys_of(22)) if how == "commit" else getattr(row, how)()
+        except CopyFailed as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    lanes.release(4)
+    thread.join(0.1)
+    assert thread.is_alive()
+    stats = worker.cache.stats()
+    assert stats.host is not None
+    num_windows = 6 - worker.cache.window_frontier(22)
+    assert (stats.full.free, stats.window.free) == (40 - 6, 40 - num_windows)
+    assert stats.host.full.pinned + stats.host.full.doomed == 6
+    if breaks:
+        lanes.fail()
+    lanes.release_all()
+    thread.join(20.0)
+    assert not thread.is_alive()
+    assert len(errors) == (how == "commit" and breaks)
+    row.abort()
+    worker.cache.poll()
+    worker.cache.check()
+    stats = worker.cache.stats()
+    assert stats.host is not None
+    assert (stats.full.leased, stats.window.leased) == (0, 0)
+    assert (stats.host.full.pinned, stats.host.full.doomed, stats.host.num_failed_loads) == (0, 0, breaks)
+    # Nothing of a copy that failed can be found.
+    assert not breaks or stats.full.free == 40
+    lanes.close()
 
 
 # -- two workers ------------------------------------------------------------------------------------------------------
