@@ -44,6 +44,8 @@ class Agent:
             return [NOT_SET_UP] * len(keys)
         addresses = [self._address + place for place in places]
         match operation:
+            case "open":
+                return [0] * len(keys)
             case "get":
                 return list(self._store.batch_get_into(keys, addresses, sizes))
             case "put":
@@ -65,7 +67,7 @@ class Agent:
         status = store.setup(
             settings["host"],
             "P2PHANDSHAKE",
-            settings["memory_bytes"],
+            settings["lend_bytes"],
             _LOCAL_BUFFER_BYTES,
             settings["protocol"],
             settings["devices"],

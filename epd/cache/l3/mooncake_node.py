@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -43,9 +43,13 @@ _MAX_VALUES: Final = 32
 # A record is a slice and what vouches for it.
 _RECORD_ROOM_BYTES: Final = 4096
 _START_TIMEOUT_S: Final = 20.0
-_CLOSE_TIMEOUT_S: Final = 1.0
+# For the store to be found while a server starts. Who is not there then is sought again when it is used.
+_OPEN_TIMEOUT_S: Final = 2.0
+# To give back what it lent, or the store goes on naming it.
+_CLOSE_TIMEOUT_S: Final = 3.0
 # The library knows no empty objects, and answers for one that is not there with as much; so every object begins so.
 _MARK: Final = b"\x01"
+_OPTIONS: Final = ("host", "protocol", "devices", "replicas", "lend_bytes")
 # Codes of the library, and one of the agent's.
 _NOT_SET_UP: Final = -10_000
 _RPC_FAILED: Final = -900
@@ -68,24 +72,30 @@ class MooncakeAddress:
     protocol: str
     devices: str
     replicas: int
+    lend_bytes: int
 
     @classmethod
     def parse(cls, url: str) -> MooncakeAddress:
-        """`mooncake://MASTER:PORT[?host=ADDRESS&protocol=tcp|rdma&devices=NAMES&replicas=N]`. Raises ValueError."""
+        """`mooncake://MASTER:PORT[?OPTION=VALUE&...]` with the options host, protocol (tcp, rdma), devices, replicas,
+        and lend_bytes. Raises ValueError."""
         parts = urlsplit(url)
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
-        unknown = sorted(options.keys() - {"host", "protocol", "devices", "replicas"})
-        protocol, replicas = options.get("protocol", "tcp"), options.get("replicas", "1")
+        unknown = sorted(options.keys() - {*_OPTIONS})
+        protocol = options.get("protocol", "tcp")
         if parts.scheme != "mooncake" or not parts.hostname or parts.port is None or parts.path.strip("/"):
             raise ValueError(f"the address of a Mooncake store is mooncake://MASTER:PORT, but not {url!r}")
         if unknown:
-            raise ValueError(f"{url!r} has the option {unknown[0]}; allowed: host, protocol, devices, replicas")
+            raise ValueError(f"{url!r} has the option {unknown[0]}; allowed: {', '.join(_OPTIONS)}")
         if protocol not in ("tcp", "rdma"):
             raise ValueError(f"{url!r} has the protocol {protocol!r}; allowed: tcp, rdma")
-        if not (replicas.isascii() and replicas.isdigit() and int(replicas)):
-            raise ValueError(f"{url!r} has {replicas!r} replicas; it must be a number from 1 on")
-        host = options.get("host") or _own_address(parts.hostname, parts.port)
-        return cls(f"{parts.hostname}:{parts.port}", host, protocol, options.get("devices", ""), int(replicas))
+        return cls(
+            f"{parts.hostname}:{parts.port}",
+            options.get("host") or _own_address(parts.hostname, parts.port),
+            protocol,
+            options.get("devices", ""),
+            _number(options, "replicas", 1, least=1),
+            _number(options, "lend_bytes", 0, least=0),
+        )
 
     @property
     def name(self) -> str:
@@ -95,14 +105,12 @@ class MooncakeAddress:
 class MooncakeNode:
     """One store, however many hosts it spans."""
 
-    def __init__(self, url: str, *, memory_bytes: int, io_bytes: int) -> None:
-        """`memory_bytes` is what this process lends the store, for as long as it lives; 0 to lend nothing. `io_bytes`
-        is the size of the largest slice. Starts the agent; the store itself is sought when it is first used.
+    def __init__(self, url: str, *, io_bytes: int) -> None:
+        """`io_bytes` is the size of the largest slice. Starts the agent, and gives it a while to find the store.
 
-        Raises ValueError for a bad URL, NodeFailed when Mooncake cannot be loaded.
+        Raises ValueError for a bad URL, NodeFailed when Mooncake cannot be loaded; not for a store that is not there.
         """
         self._address = MooncakeAddress.parse(url)
-        self._memory_bytes = memory_bytes
         self._stride = io_bytes + _RECORD_ROOM_BYTES + -io_bytes % mmap.PAGESIZE
         self._memory_fd = os.memfd_create("mimo-mooncake")
         os.ftruncate(self._memory_fd, self._stride * _MAX_VALUES)
@@ -117,6 +125,8 @@ class MooncakeNode:
         except NodeFailed:
             self.close()
             raise
+        with suppress(NodeFailed):
+            self._ask("open", [b""], [], [], time.monotonic() + _OPEN_TIMEOUT_S)
 
     @property
     def name(self) -> str:
@@ -185,7 +195,7 @@ class MooncakeNode:
             "protocol": address.protocol,
             "devices": address.devices,
             "replicas": address.replicas,
-            "memory_bytes": self._memory_bytes,
+            "lend_bytes": address.lend_bytes,
             "memory_fd": self._memory_fd,
             "buffer_bytes": self._stride * _MAX_VALUES,
         }
@@ -297,6 +307,13 @@ class _AgentProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def _number(options: Mapping[str, str], name: str, default: int, *, least: int) -> int:
+    text = options.get(name, str(default))
+    if not (text.isascii() and text.isdigit() and int(text) >= least):
+        raise ValueError(f"{name} of a Mooncake store is {text!r}; it must be a whole number from {least} on")
+    return int(text)
 
 
 def _own_address(master: str, port: int) -> str:

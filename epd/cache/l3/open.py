@@ -3,7 +3,7 @@
     local                            shared memory and a directory of the user's for caches
     local:/DIR                       shared memory and this directory
     redis://HOST:PORT/DB[,redis://...]   one or several servers; rediss: with TLS
-    mooncake://MASTER:PORT[?...]     a Mooncake store, which is lent `memory_bytes` of this process
+    mooncake://MASTER:PORT[?...]     a Mooncake store
 
 Processes that name the same directory share a local store; pages of different models never meet, since their keys
 differ.
@@ -75,7 +75,7 @@ def open_store(
         from epd.cache.l3.mooncake_node import MooncakeNode
 
         return StoreClient(
-            [MooncakeNode(url, memory_bytes=memory_bytes, io_bytes=io_bytes)],
+            [MooncakeNode(url, io_bytes=io_bytes)],
             io_bytes=io_bytes,
             timeout_s=timeout_s,
             value_bytes=value_bytes,

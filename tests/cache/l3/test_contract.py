@@ -60,7 +60,7 @@ def mooncake_place(directory: Path) -> Iterator[Opener]:
 
         def open_node() -> StoreNode:
             if not pool:
-                node = MooncakeNode(store.url, memory_bytes=0, io_bytes=IO_BYTES)
+                node = MooncakeNode(store.url, io_bytes=IO_BYTES)
                 opened.callback(node.close)
                 pool.append(node)
             return cast(StoreNode, Returned(pool.pop(), pool))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,8 @@ def shared() -> Iterator[MooncakeStore]:
 
 
 @contextlib.contextmanager
-def opened(store: MooncakeStore, memory_bytes: int = 0) -> Iterator[MooncakeNode]:
-    node = MooncakeNode(store.url, memory_bytes=memory_bytes, io_bytes=IO_BYTES)
+def opened(store: MooncakeStore, lend_bytes: int = 0) -> Iterator[MooncakeNode]:
+    node = MooncakeNode(f"{store.url}?lend_bytes={lend_bytes}", io_bytes=IO_BYTES)
     try:
         yield node
     finally:
@@ -79,16 +80,16 @@ def has_ended(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("url", "address"),
     [
-        ("mooncake://127.0.0.1:50051", ("127.0.0.1:50051", "127.0.0.1", "tcp", "", 1)),
+        ("mooncake://127.0.0.1:50051", ("127.0.0.1:50051", "127.0.0.1", "tcp", "", 1, 0)),
         (
-            "mooncake://m:1/?host=10.0.0.7&protocol=rdma&devices=mlx5_0,mlx5_1&replicas=2",
-            ("m:1", "10.0.0.7", "rdma", "mlx5_0,mlx5_1", 2),
+            "mooncake://m:1/?host=10.0.0.7&protocol=rdma&devices=mlx5_0,mlx5_1&replicas=2&lend_bytes=1024",
+            ("m:1", "10.0.0.7", "rdma", "mlx5_0,mlx5_1", 2, 1024),
         ),
     ],
 )
-def test_addresses(url: str, address: tuple[str, str, str, str, int]) -> None:
+def test_addresses(url: str, address: tuple[str, str, str, str, int, int]) -> None:
     parsed = MooncakeAddress.parse(url)
-    assert (parsed.master, parsed.host, parsed.protocol, parsed.devices, parsed.replicas) == address
+    assert astuple(parsed) == address
     assert parsed.name == f"mooncake://{address[0]}"
 
 
@@ -97,9 +98,10 @@ def test_addresses(url: str, address: tuple[str, str, str, str, int]) -> None:
     [
         ("mooncake://m", "MASTER:PORT"),
         ("mooncake://m:1/path", "MASTER:PORT"),
-        ("mooncake://m:1?size=3", "size; allowed: host, protocol, devices, replicas"),
+        ("mooncake://m:1?size=3", "size; allowed: host, protocol, devices, replicas, lend_bytes"),
         ("mooncake://m:1?protocol=udp", "tcp, rdma"),
-        ("mooncake://m:1?replicas=0", "from 1 on"),
+        ("mooncake://m:1?replicas=0", "replicas.*from 1 on"),
+        ("mooncake://m:1?lend_bytes=64MB", "lend_bytes.*'64MB'.*from 0 on"),
     ],
 )
 def test_addresses_that_are_none(url: str, fault: str) -> None:
@@ -113,7 +115,7 @@ def test_what_is_missing_is_named_with_its_cure(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "mooncake" / "store.py").write_text("raise ImportError('libibverbs.so.1: no such file')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(NodeFailed, match=r"libibverbs.so.1.*pip install mooncake-transfer-engine-non-cuda.*apt-get"):
-        MooncakeNode("mooncake://127.0.0.1:1", memory_bytes=0, io_bytes=IO_BYTES)
+        MooncakeNode("mooncake://127.0.0.1:1", io_bytes=IO_BYTES)
 
 
 def test_values_of_all_sizes(shared: MooncakeStore) -> None:
@@ -157,7 +159,7 @@ def test_a_process_may_lend_memory_itself() -> None:
     with running_mooncake(memory_bytes=16 << 20) as store, opened(store) as reader:
         until(lambda: put(reader, {b"k": b"v"}) == [True])
         large = {b"%d" % number: os.urandom(IO_BYTES) for number in range(100)}
-        with opened(store, memory_bytes=64 << 20) as lender:
+        with opened(store, lend_bytes=64 << 20) as lender:
             until(lambda: put(lender, {b"mine": b"v"}) == [True])
             put(lender, large)
             # More than the other owner has room for.
@@ -195,11 +197,15 @@ def test_late_answers_are_taken_for_no_others() -> None:
         assert got(node, [b"b", b"c", b"a"]) == [b"2", None, b"1"]
 
 
-def test_a_master_that_was_never_there(shared: MooncakeStore) -> None:
+def test_a_master_that_was_never_there(shared: MooncakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     del shared
-    node = MooncakeNode("mooncake://127.0.0.1:9", memory_bytes=0, io_bytes=IO_BYTES)
+    # What a start and an end would wait for it.
+    monkeypatch.setattr("epd.cache.l3.mooncake_node._OPEN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("epd.cache.l3.mooncake_node._CLOSE_TIMEOUT_S", 0.1)
+    node = MooncakeNode("mooncake://127.0.0.1:9", io_bytes=IO_BYTES)
     for _ in range(3):
         begun_s = time.monotonic()
+        # As soon as the attempt of the start is over, each says so; before that, each lasts as long as it may.
         with pytest.raises(NodeFailed, match=r"127\.0\.0\.1:9"):
             node.exists([b"k"], timeout_s=0.05)
         assert time.monotonic() - begun_s < 0.5
@@ -222,7 +228,7 @@ def test_its_process_is_started_again_and_ends_with_the_node(shared: MooncakeSto
 def test_its_process_ends_with_a_server_that_is_killed(shared: MooncakeStore) -> None:
     script = (
         "import sys, time; from epd.cache.l3.mooncake_node import MooncakeNode;"
-        f"node = MooncakeNode({shared.url!r}, memory_bytes=0, io_bytes=1000);"
+        f"node = MooncakeNode({shared.url!r}, io_bytes=1000);"
         "node.exists([b'k'], timeout_s=5); print('open', flush=True); time.sleep(60)"
     )
     server = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -232,6 +238,11 @@ def test_its_process_ends_with_a_server_that_is_killed(shared: MooncakeStore) ->
         (agent,) = agents_of(server.pid)
         server.kill()
     until(lambda: has_ended(agent))
+
+
+def test_the_first_call_need_not_wait_for_the_store_to_be_found(shared: MooncakeStore) -> None:
+    with opened(shared, lend_bytes=64 << 20) as node:
+        assert list(node.exists([b"first"], timeout_s=0.5)) == [False]
 
 
 def test_opened_by_its_url(shared: MooncakeStore) -> None:
