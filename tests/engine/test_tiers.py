@@ -2,11 +2,13 @@
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
-from epd.kv.errors import PoolTooSmall
-from epd.types import Abort, FinishReason, Usage
+from epd.cache.sequence_pages import SequencePages
+from epd.kv.errors import NoPages, PoolTooSmall
+from epd.types import Abort, FinishReason, MediaSpan, Usage
 from tests.engine.conftest import Bench, Checkpoint, MakeBench, make_request
 from tests.engine.test_roles import Pair, make_pair
 from tests.engine.tier_asks import (
@@ -161,6 +163,41 @@ def test_a_copy_that_fails_is_computed_instead_and_nobody_else_notices(
     # It is not given up for ever.
     to_host(bench)
     assert ask(bench, "again", PROMPT).host_tokens == WHOLE
+    assert_quiet(bench)
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_who_cannot_load_gets_the_rows_it_has_to_compute(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch, is_slow: bool
+) -> None:
+    """A medium inside the cached prefix: its rows are not fetched for a hit, and are needed when that is not to be."""
+    bench = make_bench(**HOST)
+    ref = bench.rows.put("medium", 9, 64, seed=3)
+    span = MediaSpan(start=10, stop=19, key=ref.key, row_start=0, media=0)
+    ask(bench, "first", PROMPT, spans=(span,), embeddings=(ref,))
+    to_host(bench)
+    resume, calls = bench.engine.cache.resume, []
+
+    def refusing(*words: Any, **named: Any) -> SequencePages:
+        calls.append(words)
+        if len(calls) == 1:
+            raise NoPages(pool="full", needed=1, free=0)
+        return resume(*words, **named)
+
+    monkeypatch.setattr(bench.engine.cache, "resume", refusing)
+    bench.rows.fetched.clear()
+    bench.rows.is_slow = is_slow
+    bench.submit(make_request("short", PROMPT, ignore_eos=True, max_tokens=4, spans=(span,), embeddings=(ref,)))
+    for _ in range(3):
+        bench.step()
+    assert bench.rows.fetched == ["medium"]
+    assert ("short" in bench.answers) is not is_slow
+    bench.rows.arrive()
+    run(bench)
+    assert bench.answers["short"] == bench.answers["first"]
+    assert bench.finishes["short"].usage.cached_tokens == 0
+    assert bench.engine.scheduler.counters.short_loads == 1
+    assert ask(bench, "again", PROMPT, spans=(span,), embeddings=(ref,)).cached_tokens == WHOLE
     assert_quiet(bench)
 
 
