@@ -77,7 +77,7 @@ class _Clocks:
         return seconds
 
     def findings(self, drawn: tuple[State, ...]) -> Findings:
-        ms = {state: 1000 * median(times) for state, times in self.times_s.items()}
+        ms = {state: 1000 * median(self.times_s[state]) for state in _WORDS if state in self.times_s}
         return Findings(
             lines=(", ".join(f"{state} {_digits(value)} ms" for state, value in ms.items()),),
             figures={"ttft_ms": {state: float(f"{value:.5g}") for state, value in ms.items()}},
