@@ -47,7 +47,8 @@ def test_what_cannot_be_is_refused_with_its_name_its_value_and_what_can_be(
 
 
 @pytest.mark.parametrize(
-    "store", ["local", "local:/var/kv", "redis://h:6379/0", "redis://:p@a:1/0,redis://b:2/0", "mooncake://m:50051/?x=1"]
+    "store",
+    ["local", "local:/var/kv", "redis://h:6379/0", "redis://:p@a:1/0,rediss://b:2/0", "mooncake://m:50051/?x=1"],
 )
 def test_every_kind_of_store_needs_the_host(store: str) -> None:
     assert settings(**STORE, kv_store=store).kv_store == store
