@@ -27,7 +27,7 @@ STEPS = st.lists(
 
 @pytest.mark.parametrize("name", SETTINGS)
 @settings(
-    max_examples=20,
+    max_examples=30,
     deadline=None,
     database=None,
     derandomize=True,
@@ -44,7 +44,7 @@ def test_any_schedule(name: str, steps: list[tuple[str, int, int]]) -> None:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_long_schedules(name: str) -> None:
     """Long enough for evictions of every kind; seeds are fixed."""
-    for seed in range(4):
+    for seed in range(6):
         choose = random.Random(f"{name}/{seed}")
         world = TierWorld(SETTINGS[name])
         for _ in range(250):
