@@ -17,6 +17,7 @@ class TagTicket:
         self.copies = copies
         self.is_load = is_load
         self.state = "pending"
+        self.fails = False
         self._copy = copy
 
     def end(self, *, fails: bool = False) -> None:
@@ -29,7 +30,7 @@ class TagTicket:
         return self.state != "pending"
 
     def wait(self) -> None:
-        self.end()
+        self.end(fails=self.fails)
         if self.state == "failed":
             raise CopyFailed("the test said so")
 
@@ -44,6 +45,8 @@ class TagMover:
         self._device = device
         self._host = host
         self._is_instant = is_instant
+        self.fails = False
+        """Whether copies asked for from now on end badly where somebody waits for them."""
         self.tickets: list[TagTicket] = []
         """All that were ever asked for."""
 
@@ -83,6 +86,7 @@ class TagMover:
         for of_pool in pairs:
             targets = [target for _, target in of_pool]
             assert len(set(targets)) == len(targets), "a page is the target of two copies"
+        ticket.fails = self.fails
         self.tickets.append(ticket)
         if self._is_instant:
             ticket.end()

@@ -95,15 +95,11 @@ class TierWorld:
                 release_interval_tokens=setting.release_interval_tokens,
             ),
         )
-        self.host = HostTier(
-            num_full_pages=setting.num_host_full_pages, num_window_pages=setting.num_host_window_pages
-        )
+        self.host = HostTier(num_full_pages=setting.num_host_full_pages, num_window_pages=setting.num_host_window_pages)
         self.device_memory = Memory(setting.num_full_pages, setting.num_window_pages)
         self.host_memory = Memory(setting.num_host_full_pages, setting.num_host_window_pages)
         self.mover = TagMover(self.device_memory, self.host_memory, is_instant=setting.is_instant)
-        self.cache = TieredCache(
-            self.device, host=self.host, mover=self.mover, hit_threshold=setting.hit_threshold
-        )
+        self.cache = TieredCache(self.device, host=self.host, mover=self.mover, hit_threshold=setting.hit_threshold)
         self.runs: list[Run] = []
         self.staged: list[_Staged] = []
         self.fetching: list[list[bytes]] = []

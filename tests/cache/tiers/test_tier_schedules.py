@@ -20,9 +20,7 @@ SETTINGS = {
     "first hit": Setting(hit_threshold=1, page_size=3, window_tokens=4, tail_pages=2),
 }
 
-STEPS = st.lists(
-    st.tuples(st.sampled_from(OPS), st.integers(0, 11), st.integers(0, 60)), min_size=1, max_size=60
-)
+STEPS = st.lists(st.tuples(st.sampled_from(OPS), st.integers(0, 11), st.integers(0, 60)), min_size=1, max_size=60)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
