@@ -264,7 +264,7 @@ class TierWorld:
             self.runs.remove(run)
 
     def _keep(self, trigger: Callable[[Sequence[bytes], int], None], keys: list[bytes], num_pages: int) -> None:
-        """After the trigger the host has, or is being given, what the device had: unless it said that it has no room."""
+        """The host has, or is being given, what the device had, unless it said that it has no room."""
         unsaved = self.cache.stats().host.num_unsaved_pages  # type: ignore[union-attr]
         device = held_by_device(self.device)
         # What somebody else is bringing, or has condemned, counts as had, and may never be.

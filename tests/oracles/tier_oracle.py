@@ -1,7 +1,7 @@
 """The slow truth about two tiers: which page keys each has, a hit looked for token by token, and what pages contain.
 
-Nothing here knows of trees, runs or pins. A tier is two dictionaries from page key to page number; the shadow memory has
-a tag for every page, which says whose KV was last written there and whether that was wrong.
+Nothing here knows of trees, runs or pins. A tier is two dictionaries from page key to page number; the shadow memory
+has a tag for every page, which says whose KV was last written there and whether that was wrong.
 """
 
 from __future__ import annotations

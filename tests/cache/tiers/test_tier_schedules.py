@@ -1,4 +1,4 @@
-"""Random schedules over the tiered cache, looked at after every step by the slow truth of tests/oracles/tier_oracle.py."""
+"""Random schedules over the tiered cache, looked at after every step by the slow truth of tests/oracles."""
 
 from __future__ import annotations
 

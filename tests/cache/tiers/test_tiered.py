@@ -1,4 +1,4 @@
-"""The tiered cache, situation by situation: what is hit, what is copied, who waits for what, and what a fault leaves."""
+"""The tiered cache, situation by situation: what is hit, what is copied, who waits, and what a fault leaves."""
 
 from __future__ import annotations
 
