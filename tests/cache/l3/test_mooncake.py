@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
@@ -195,6 +196,21 @@ def test_late_answers_are_taken_for_no_others() -> None:
         store.resume()
         until(lambda: list(node.exists([b"b", b"c"], timeout_s=0.5)) == [True, False])
         assert got(node, [b"b", b"c", b"a"]) == [b"2", None, b"1"]
+
+
+def test_a_put_waits_for_a_late_read_of_the_same_memory(shared: MooncakeStore) -> None:
+    before = agents_of(os.getpid())
+    with opened(shared) as node:
+        assert put(node, {b"read late": b"1" * 1000}) == [True]
+        (agent,) = {*agents_of(os.getpid())} - {*before}
+        os.kill(agent, signal.SIGSTOP)
+        with pytest.raises(NodeTimedOut):
+            got(node, [b"read late"], timeout_s=0.02)
+        resuming = threading.Timer(0.2, os.kill, (agent, signal.SIGCONT))
+        resuming.start()
+        assert put(node, {b"put meanwhile": b"2" * 1000}) == [True]
+        resuming.join()
+        assert got(node, [b"put meanwhile"]) == [b"2" * 1000]
 
 
 def test_a_master_that_was_never_there(shared: MooncakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
