@@ -29,7 +29,7 @@ _SEEN = "sent before, and since then"
 _WORDS: dict[State, str] = {
     "L1": "the same prompt sent again, its KV on the device",
     "L2": f"{_SEEN} gone from the device: loaded from the host's memory",
-    "L3": f"{_SEEN} gone from the device and the host: read from the local store",
+    "L3": f"{_SEEN} gone from the device and the host: read from the local store's memory",
     "heal": f"{_SEEN} every window evicted, with no other tier: the last rows run again",
     "cold": "a prompt of the same length that nobody sent before",
 }
@@ -169,7 +169,7 @@ def _restarted(setting: Setting, bars: Bars) -> Iterator[Contest]:
 
             yield Contest(
                 detail=f"{MODEL}, {_NUM_HELD} prompts of {prompts.num_tokens} tokens in the store, "
-                "a new engine for each round",
+                "a new engine in this process for each round",
                 ours=restarted_s,
                 baseline=lambda: _cold_s(engines.engine, prompts),
                 findings=lambda: Findings(
