@@ -338,6 +338,41 @@ def test_a_path_longer_than_the_host_is_saved_from_its_beginning() -> None:
     bench.close()
 
 
+def test_a_path_that_grows_makes_no_room_by_losing_its_own_beginning() -> None:
+    bench, path = Bench(host_full=8), keys("a", 12)
+    bench.serve(path[:6])
+    bench.serve(path)
+    assert [bench.host.full.get(key) is not None for key in path] == [True] * 8 + [False] * 4
+    bench.close()
+
+
+def test_a_path_that_grows_takes_the_room_of_those_used_before_it() -> None:
+    bench, path, other = Bench(host_full=8), keys("a", 8), keys("b", 2)
+    bench.serve(path[:6])
+    bench.serve(other)
+    bench.serve(path)
+    assert bench.host.full.ready([*path, *other]) == path
+    bench.close()
+
+
+def test_room_for_what_is_copied_is_counted_before_it_is_promised() -> None:
+    bench, path = Bench(full=12, window=6), keys("a", 9)
+    bench.serve(path)
+    bench.device.clear()
+    assert bench.cache.fits(3, 4, keys=path, num_tokens=37)
+    assert not bench.cache.fits(4, 4, keys=path, num_tokens=37)
+    assert not bench.cache.fits(3, 5, keys=path, num_tokens=37)
+    assert bench.cache.fits(3, 6, keys=path, num_tokens=37, full_only=True)
+    other = bench.cache.begin(keys("b", 4), 17)
+    other.extend(16)
+    books = bench.cache.stats().full
+    with pytest.raises(NoPages):
+        bench.cache.resume(path, 37)
+    assert bench.cache.stats().full == books
+    other.abort()
+    bench.close()
+
+
 def test_pages_are_saved_while_their_sequence_runs_once_they_were_hit_often() -> None:
     bench, path = Bench(hit_threshold=3), keys("a", 9)
     first = bench.compute(path)
