@@ -103,8 +103,8 @@ class EngineTrial:
                 raise TrialFailed(f"KV was still on its way between the tiers after {_SETTLE_S:g} s")
 
     def forget(self, what: Literal["windows", "device", "host"]) -> None:
-        """Evict all windows from the device, or everything, or everything from the host's memory; the next tier gets
-        what it lacks of it, as when room is short. Nothing may be running."""
+        """Drop all windows from the device, or everything, or everything from the host's memory; what the next tier is
+        to have of it is there after `settle`. Nothing may be running."""
         cache = self._engine.cache
         if what == "host" and cache.host is not None:
             cache.host.full.clear()

@@ -1,5 +1,6 @@
 """Questions to engines with tiers, and what takes their KV from one to the next."""
 
+import random
 import time
 from collections.abc import Callable, Sequence
 
@@ -85,7 +86,7 @@ def until(condition: Callable[[], bool], bench: Bench) -> None:
 
 
 class StuckTicket:
-    """A load that never ends by itself."""
+    """A load that may fail."""
 
     def __init__(self, inner: CopyTicket, fails: bool) -> None:
         self._inner = inner
@@ -139,6 +140,19 @@ def late_loads(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     assert mover is not None
     load = mover.load
     monkeypatch.setattr(mover, "load", lambda copies: LateTicket(lambda: load(copies)))
+
+
+def troubled_loads(bench: Bench, monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> None:
+    """Every load comes as late as it may, and one in four fails."""
+    mover = bench.engine.tiers.mover
+    assert mover is not None
+    load = mover.load
+
+    def troubled(copies: PageCopies) -> CopyTicket:
+        late = LateTicket(lambda: load(copies))
+        return StuckTicket(late, fails=chance.random() < 0.25)
+
+    monkeypatch.setattr(mover, "load", troubled)
 
 
 def spoil_device(bench: Bench) -> None:
