@@ -55,14 +55,16 @@ class PagePool:
         return _OWNERS[self._owners[page]]
 
     def allocate(self, num_pages: int) -> list[int]:
-        """Take `num_pages` free pages for a sequence. Raises NoPages, changing nothing, if there are fewer."""
+        """Take `num_pages` free pages for a sequence, ascending. Raises NoPages, changing nothing, if there are
+        fewer."""
         if num_pages < 0:
             raise ValueError(f"{self.name} pool: cannot allocate {num_pages} pages")
         if num_pages > len(self._free):
             raise NoPages(pool=self.name, needed=num_pages, free=len(self._free))
         if num_pages == 0:
             return []
-        taken = self._free[: -num_pages - 1 : -1]
+        # Pages that lie together are copied together, so they are handed out in their own order.
+        taken = sorted(self._free[-num_pages:])
         del self._free[-num_pages:]
         for page in taken:
             self._owners[page] = PageOwner.SEQUENCE

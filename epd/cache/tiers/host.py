@@ -179,7 +179,8 @@ class HostPool:
             victim, _ = (self._stale or self._evictable).popitem(last=False)
             self._release(victim, self._ready.pop(victim))
             self.num_evicted += 1
-        taken = [self._free.pop() for _ in keys]
+        # Pages that lie together are copied together, so they are handed out in their own order.
+        taken = sorted(self._free.pop() for _ in keys)
         self._filling.update(zip(keys, taken, strict=True))
         self._roots.update(dict.fromkeys(keys, root))
         return taken
