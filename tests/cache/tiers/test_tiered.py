@@ -356,13 +356,13 @@ def test_a_path_that_grows_takes_the_room_of_those_used_before_it() -> None:
 
 
 def test_room_for_what_is_copied_is_counted_before_it_is_promised() -> None:
-    bench, path = Bench(full=12, window=6), keys("a", 9)
+    bench, path = Bench(full=12, window=12), keys("a", 9)
     bench.serve(path)
     bench.device.clear()
-    assert bench.cache.fits(3, 4, keys=path, num_tokens=37)
-    assert not bench.cache.fits(4, 4, keys=path, num_tokens=37)
-    assert not bench.cache.fits(3, 5, keys=path, num_tokens=37)
-    assert bench.cache.fits(3, 6, keys=path, num_tokens=37, full_only=True)
+    assert bench.cache.fits(3, 10, keys=path, num_tokens=37)
+    assert not bench.cache.fits(4, 10, keys=path, num_tokens=37)
+    assert not bench.cache.fits(3, 11, keys=path, num_tokens=37)
+    assert bench.cache.fits(3, 12, keys=path, num_tokens=37, full_only=True)
     other = bench.cache.begin(keys("b", 4), 17)
     other.extend(16)
     books = bench.cache.stats().full
