@@ -29,6 +29,7 @@ from tests.engine.tier_asks import (
     truth,
     until,
 )
+from tests.fakes.mailbox import Mailbox
 
 
 @pytest.fixture
@@ -153,6 +154,20 @@ def test_who_waits_for_the_store_blocks_nobody(checkpoint: Checkpoint, make_slow
     assert bench.finishes["waits"].usage.store_tokens == WHOLE
     assert bench.answers["waits"] == truth(checkpoint, PROMPT)
     assert_quiet(bench)
+
+
+def test_the_loop_is_woken_when_something_has_come(make_slow: MakeSlow, monkeypatch: pytest.MonkeyPatch) -> None:
+    woken = threading.Event()
+    monkeypatch.setattr(Mailbox, "wake", lambda self: woken.set())
+    bench, node = make_slow(GIVEN_UP_S)
+    bench.submit(make_request("waits", PROMPT, ignore_eos=True, max_tokens=4))
+    until(lambda: node.num_reads > 0, bench)
+    woken.clear()
+    node.may_read.set()
+    # Nobody steps: a thread of the store says that it is time to.
+    assert woken.wait(GIVEN_UP_S)
+    run(bench)
+    assert bench.finishes["waits"].usage.store_tokens == WHOLE
 
 
 def test_what_has_not_come_by_the_deadline_is_computed(checkpoint: Checkpoint, make_slow: MakeSlow) -> None:
