@@ -26,13 +26,12 @@ from epd.cache.l3.base import StoreNode
 from epd.cache.l3.client import StoreClient
 from epd.cache.l3.local import LocalNode
 from epd.cache.l3.redis_node import RedisNode
-from epd.engine.sequence import key_chain
-from epd.engine.settling import settle
-from epd.types import Abort, FinishReason, Role
-from tests.engine.conftest import Bench, Checkpoint
+from epd.types import Abort, Role
+from tests.engine.conftest import Checkpoint
 from tests.engine.test_healing_schedules import MODELS, STEM_LENGTH, WIDTH, Prompt, draw_prompt
 from tests.engine.test_roles import Pair
 from tests.engine.tier_bench import Stand, TierWorld, check_answers
+from tests.engine.tier_troubles import disturb, forget_above, poison, retract, run
 from tests.fakes.clock import FakeClock
 from tests.fakes.faulty_node import FaultyNode, Troubles
 from tests.fakes.mailbox import Mailbox
@@ -154,73 +153,6 @@ def make_stand(
 
 def local_nodes(directory: Path) -> Callable[[], list[StoreNode]]:
     return lambda: [LocalNode(directory / "hot", directory / "cold", memory_bytes=1 << 18, disk_bytes=1 << 20)]
-
-
-def run(stand: Stand, bench: Bench) -> None:
-    """Until idle; what waits for the store needs time, not steps."""
-    until_s = time.monotonic() + 30
-    while True:
-        bench.step()
-        if bench.engine.scheduler.is_idle and not bench.mailbox.inbox:
-            return
-        if bench.engine.scheduler.is_asleep:
-            time.sleep(0.0005)
-        assert time.monotonic() < until_s, "still busy"
-
-
-def disturb(bench: Bench, rng: random.Random) -> None:
-    """Pages go from the device as other requests would make them go, and from the host."""
-    ledger, host = bench.engine.cache.device.ledger, bench.engine.cache.host
-    what = rng.random()
-    if what < 0.4:
-        ledger.evict_window(rng.choice((1, 3, 10, 1000)))
-    elif what < 0.7:
-        ledger.evict_full(rng.choice((1, 3, 10, 1000)))
-    elif host is not None:
-        # As they go for others: some of them, or all.
-        for pool in (host.full, host.window):
-            pool.discard(list(pool._evictable)[: rng.choice((1, 3, 1000))])
-
-
-def forget_above(bench: Bench) -> None:
-    """Only the store may have anything now."""
-    settle(bench.engine.cache, 0.2)
-    bench.engine.cache.clear()
-
-
-def retract(bench: Bench) -> None:
-    """Put the latest sequence back, as if the earliest had found no page; its step has not been planned yet."""
-    running = list(bench.engine.scheduler._roster.running.values())
-    if len(running) > 1:
-        assert bench.engine.scheduler._retract_after(running[0], {})
-
-
-def poison(stand: Stand, bench: Bench, prompt: Prompt) -> None:
-    """One full page that the prompt's answer rests on is no number any more: whoever reads it is told, once."""
-    cache, scheduler = bench.engine.cache, bench.engine.scheduler
-    chain = key_chain(stand.request(prompt), page_size=cache.page_size, seed=scheduler._config.key_seed)
-    del stand.asked[f"r{len(stand.asked) - 1}"]
-    walk = cache.device.walk(chain.keys, len(prompt.token_ids))
-    if not walk.usable_pages or scheduler._roster.running:
-        return
-    page = cache.device.begin(chain.keys, len(prompt.token_ids))
-    storage = bench.engine.loop._mover._storage
-    target = page.full_pages[stand.rng.randrange(len(page.full_pages))]
-    page.abort()
-    for layer in storage.full_layer_indices:
-        storage.values(layer)[target] = float("nan")
-    told = stand.request(prompt)
-    bench.submit(told)
-    run(stand, bench)
-    # Unless the page had to go before it was its turn.
-    stand.tally["told of damage"] += bench.finishes[told.request_id].reason is FinishReason.FAILED
-    stand.told |= {name for name, finish in bench.finishes.items() if finish.reason is FinishReason.FAILED}
-    # It was saved before it was damaged, or goes with it: what comes next is right.
-    again = stand.request(prompt)
-    bench.submit(again)
-    run(stand, bench)
-    assert bench.finishes[again.request_id].reason is FinishReason.LENGTH
-    stand.tally["poisoned"] += 1
 
 
 def run_alone(stand: Stand) -> None:
