@@ -12,7 +12,8 @@ from rich.console import Console
 
 from cli.cache_view import mib, show_arena, show_kv_store, show_worker
 from cli.cache_workers import DeploymentSilent, deployment_tiers
-from cli.load import ConfigError, kv_store_dir
+from cli.load import ConfigError
+from cli.models import kv_store_dir
 from cli.terminal import say
 from encoder import ArenaReport, arena_reports, clear_arena
 from encoder.errors import ArenaUnavailable, EncoderBusy

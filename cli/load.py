@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import msgspec
 
-from cli.models import PACKAGED_MODELS, ModelUnavailable, cache_dir, imported_model, is_imported
+from cli.models import PACKAGED_MODELS, ModelUnavailable, imported_model, is_imported, kv_store_dir
 from encoder import FrontConfig, SglangConfig
 from encoder.checkpoint import CheckpointError, read_json_object
 from encoder.config import EncoderConfig
@@ -279,8 +279,7 @@ def load(
     if mode not in MODES:
         raise ConfigError(f"mode is {mode!r}; allowed: {', '.join(MODES)}")
     model_dir, model_name = resolve_model(str(settings.get("model", "mimo-nano")), environ)
-    model_name = str(settings.get("model_name", model_name))
-    model: dict[str, Any] = {"model_dir": model_dir, "model_name": model_name}
+    model: dict[str, Any] = {"model_dir": model_dir, "model_name": str(settings.get("model_name", model_name))}
 
     counts = _counts(mode, settings, takes_media=takes_media(model_dir))
 
@@ -332,12 +331,6 @@ def load(
         supervisor=supervisor,
         **model,
     )
-
-
-def kv_store_dir(environ: Mapping[str, str]) -> Path:
-    """Where the store "local" is: `MIMO_KV_STORE_DIR`, else a directory in the user's for caches."""
-    chosen = environ.get("MIMO_KV_STORE_DIR")
-    return (Path(chosen).expanduser() if chosen else cache_dir(environ) / "kv").absolute()
 
 
 def _counts(mode: Mode, settings: Mapping[str, Any], *, takes_media: bool) -> dict[str, int]:

@@ -72,6 +72,12 @@ def cache_dir(environ: Mapping[str, str]) -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "mimo-epd"
 
 
+def kv_store_dir(environ: Mapping[str, str]) -> Path:
+    """Where the store "local" is: `MIMO_KV_STORE_DIR`, else a directory in the user's for caches."""
+    chosen = environ.get("MIMO_KV_STORE_DIR")
+    return (Path(chosen).expanduser() if chosen else cache_dir(environ) / "kv").absolute()
+
+
 def _packaged_file(model: str) -> Path:
     packaged = PACKAGED_MODELS[model]
     # Found, not imported: importing would load the llama.cpp that the package was made for.
