@@ -33,6 +33,8 @@ MODES: tuple[Mode, ...] = ("epd", "e-pd", "unified")
 BUILTIN_MODELS = {"mimo-nano": Path(__file__).parent.parent / "epd" / "builtin" / "mimo-nano"}
 CONFIGS = Path(__file__).parent.parent / "configs"
 ENV_PREFIX = "MIMO_"
+HOST_BUDGET_BYTES = 256 << 20
+"""Of a worker's host tier, where a deployment says nothing of it."""
 # Of scripts/check, of the tests, of cli.models, and where local stores are: no settings of a deployment.
 _NOT_SETTINGS = ("MIMO_VENV", "MIMO_TEST_EFFORT", "MIMO_CACHE_DIR", "MIMO_KV_STORE_DIR")
 
@@ -294,6 +296,7 @@ def load(
         # Converted one by one, so that an error names the section that holds the value.
         shared = _convert("engine", EngineConfig, settings.get("engine", {}))
         own = _convert(stage, EngineConfig, without_replicas(settings.get(stage, {})))
+        shared = tiers_unless_chosen(shared | own) | shared
         for values in (shared, own):
             if values.get("kv_store") == "local":
                 values["kv_store"] = f"local:{kv_store_dir(environ)}"
@@ -331,6 +334,13 @@ def load(
         supervisor=supervisor,
         **model,
     )
+
+
+def tiers_unless_chosen(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """A deployment keeps KV in host memory and in the store of this host, unless its settings say otherwise."""
+    if not chosen.get("prefix_cache", True) or chosen.get("host_budget_bytes") == 0:
+        return {}
+    return {"host_budget_bytes": HOST_BUDGET_BYTES, "kv_store": "local"}
 
 
 def _counts(mode: Mode, settings: Mapping[str, Any], *, takes_media: bool) -> dict[str, int]:

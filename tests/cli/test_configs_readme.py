@@ -28,7 +28,7 @@ def documented() -> dict[str, Any]:
 
 def resolved(tmp_path: Path) -> dict[str, Any]:
     """What a deployment with nothing set runs with, by the key that would set it."""
-    config = load(runtime_dir=tmp_path, environ={})
+    config = load(runtime_dir=tmp_path, environ={"MIMO_KV_STORE_DIR": "/kv"})
     alone = load_any(runtime_dir=tmp_path, environ={}, flags={"role": "encoder"})
     assert isinstance(alone, EncoderDeployment)
     found: dict[str, Any] = {"mode": config.mode, "role": None, "model": config.model_name, "model_name": None}
@@ -47,6 +47,8 @@ def resolved(tmp_path: Path) -> dict[str, Any]:
                 assert field.default is not MISSING or field.default_factory is not MISSING
                 value = getattr(settings, field.name)
                 found[f"{section}.{field.name}"] = list(value) if isinstance(value, tuple) else value
+    assert found["engine.kv_store"] == "local:/kv"
+    found["engine.kv_store"] = "local"
     stages = {"encoder": config.encoders, "prefill": config.prefill, "decode": config.decode}
     return found | {f"{stage}.replicas": len(processes) for stage, processes in stages.items()}
 
