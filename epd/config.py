@@ -35,7 +35,8 @@ MAX_PAGE_SIZE = 1024
 MAX_CHUNK_TOKENS = 1 << 18
 _DEVICE = re.compile(r"cpu(:0)?|cuda(:\d{1,3})?")
 # Where KV outlives a worker, see `epd.cache.l3.open`; several nodes are parted by commas.
-_KV_STORE = re.compile(r"|local|local:/.*|rediss?://[^,]+(,rediss?://[^,]+)*|mooncake://.+")
+_REDIS = r"(rediss?://|unix:///|unix://[^,/@]*@/)[^,]+"
+_KV_STORE = re.compile(rf"|local|local:/.*|{_REDIS}(,{_REDIS})*|mooncake://.+")
 
 
 def _positive(owner: str, **values: float) -> None:
@@ -52,7 +53,8 @@ def _not_negative(owner: str, **values: float) -> None:
 
 def without_password(store: str) -> str:
     """Addresses of a store as they may be shown."""
-    return re.sub(r"//[^/,@]*@", "//(hidden)@", store)
+    in_front = re.sub(r"//[^/,@]*@", "//(hidden)@", store)
+    return re.sub(r"(?<=[?&])((ssl_)?password)=[^&,]*", r"\1=(hidden)", in_front)
 
 
 def _one_of(key: str, value: object, allowed: tuple[object, ...]) -> None:
@@ -200,7 +202,7 @@ class EngineConfig:
         if _KV_STORE.fullmatch(self.kv_store) is None:
             raise ValueError(
                 f"engine.kv_store is {without_password(self.kv_store)!r}; allowed: local, local:/DIR, "
-                "redis://HOST:PORT/DB (several parted by commas), mooncake://MASTER:PORT, or nothing"
+                "redis://HOST:PORT/DB or unix:///SOCKET (several parted by commas), mooncake://MASTER:PORT, or nothing"
             )
         if self.kv_store and not self.host_budget_bytes:
             raise ValueError(

@@ -2,7 +2,7 @@
 
     local                            shared memory and a directory of the user's for caches
     local:/DIR                       shared memory and this directory
-    redis://HOST:PORT/DB[,redis://...]   one or several servers; rediss: with TLS
+    redis://HOST:PORT/DB[,redis://...]   one or several servers; rediss: with TLS, unix:///SOCKET on this host
     mooncake://MASTER:PORT[?...]     a Mooncake store
 
 Processes that name the same directory share a local store; pages of different models never meet, since their keys
@@ -59,10 +59,16 @@ def open_store(
         return StoreClient(
             [node], io_bytes=io_bytes, timeout_s=max(timeout_s, _LOCAL_TIMEOUT_S), value_bytes=value_bytes
         )
-    if scheme in ("redis", "rediss"):
+    if scheme in ("redis", "rediss", "unix"):
         from epd.cache.l3.placement import Placement
-        from epd.cache.l3.redis_node import RedisNode
 
+        try:
+            from epd.cache.l3.redis_node import RedisNode
+        except ModuleNotFoundError as error:
+            raise NodeFailed(
+                "a KV store on Redis needs the package redis: pip install 'mimo-epd[redis]' (from a checkout: "
+                "pip install -e '.[redis]')"
+            ) from error
         nodes: list[StoreNode] = [RedisNode(part, ttl_s=ttl_s) for part in url.split(",")]
         return StoreClient(
             nodes,
@@ -81,7 +87,8 @@ def open_store(
             value_bytes=value_bytes,
         )
     raise ValueError(
-        f"a KV store is local, local:/DIR, redis://HOST:PORT/DB or mooncake://MASTER:PORT, but not {scheme!r}"
+        "a KV store is local, local:/DIR, redis://HOST:PORT/DB, unix:///SOCKET or mooncake://MASTER:PORT, but not "
+        f"{scheme!r}"
     )
 
 

@@ -1,18 +1,16 @@
-"""The connection to a Redis server against one that answers as it is told: in portions, late, wrongly, not at all."""
+"""A Redis node against a server that answers as it is told: in portions, late, wrongly, not at all."""
 
 import contextlib
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from epd.cache.l3.base import NodeFailed, NodeTimedOut
 from epd.cache.l3.redis_node import RedisNode
-from epd.cache.l3.resp import Connection, RedisAddress, RedisRefused, command
 
 Talk = Callable[[socket.socket], None]
 
@@ -46,8 +44,9 @@ class ScriptedServer:
             with connection, contextlib.suppress(OSError):
                 connection.settimeout(10)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                assert connection.recv(1024) == command(b"PING")
-                connection.sendall(b"+PONG\r\n")
+                while b"SETINFO" in connection.recv(1024, socket.MSG_PEEK):
+                    connection.recv(1024)
+                    connection.sendall(b"+OK\r\n")
                 talk(connection)
 
 
@@ -72,99 +71,6 @@ def says(*answers: bytes) -> Talk:
             pass
 
     return talk
-
-
-def connected(server: ScriptedServer) -> Connection:
-    return Connection(RedisAddress.parse(server.url), time.monotonic() + 10)
-
-
-REPLIES: dict[bytes, object] = {
-    b"$-1\r\n": None,
-    b"$0\r\n\r\n": b"",
-    b"$9\r\n$-1\r\n+OK\r\r\n": b"$-1\r\n+OK\r",
-    b"$70000\r\n" + b"xy" * 35000 + b"\r\n": b"xy" * 35000,
-    b":1\r\n": 1,
-    b":-20\r\n": -20,
-    b"+OK\r\n": b"OK",
-    b"-WRONGTYPE it is a list\r\n": "WRONGTYPE",
-}
-
-
-def read(connection: Connection, reply: bytes, deadline_s: float) -> object:
-    """As the one kind that `reply` is."""
-    try:
-        match reply[:1]:
-            case b"$" | b"-":
-                value = connection.read_bulk(deadline_s)
-                return None if value is None else bytes(value)
-            case b":":
-                return connection.read_number(deadline_s)
-            case _:
-                return connection.read_status(deadline_s)
-    except RedisRefused as error:
-        return error.code
-
-
-@settings(max_examples=15, deadline=None)
-@given(st.lists(st.sampled_from([*REPLIES]), min_size=1, max_size=8), st.lists(st.integers(1, 60000), max_size=12))
-def test_replies_in_any_portions(replies: list[bytes], portions: list[int]) -> None:
-    stream = b"".join(replies)
-
-    def talk(connection: socket.socket) -> None:
-        connection.recv(1)
-        start = 0
-        for portion in (*portions, len(stream)):
-            connection.sendall(stream[start : start + portion])
-            start += portion
-            time.sleep(0.0005)
-        connection.recv(1)
-
-    with scripted(talk) as server:
-        connection = connected(server)
-        deadline_s = time.monotonic() + 10
-        connection.send([b"?"], deadline_s)
-        assert [read(connection, reply, deadline_s) for reply in replies] == [REPLIES[reply] for reply in replies]
-        assert connection.is_quiet()
-        connection.close()
-
-
-def test_every_cut_of_a_reply() -> None:
-    stream = b"$3\r\nabc\r\n:1\r\n:0\r\n$-1\r\n"
-    for cut in range(1, len(stream)):
-
-        def talk(connection: socket.socket, cut: int = cut) -> None:
-            connection.sendall(stream[:cut])
-            connection.recv(1)
-            connection.sendall(stream[cut:])
-            connection.recv(1)
-
-        with scripted(talk) as server:
-            connection = connected(server)
-            timer = threading.Timer(0.002, connection.send, ([b"?"], time.monotonic() + 10))
-            timer.start()
-            deadline_s = time.monotonic() + 10
-            value = connection.read_bulk(deadline_s)
-            assert value is not None
-            assert bytes(value) == b"abc"
-            assert connection.read_digits(2, deadline_s) == [1, 0]
-            assert connection.read_bulk(deadline_s) is None
-            timer.join()
-            connection.close()
-
-
-def test_more_is_sent_than_the_system_takes_at_once() -> None:
-    pieces = [bytes([number % 251]) * (number % 5000) for number in range(3000)]
-    come = bytearray()
-
-    def talk(connection: socket.socket) -> None:
-        while data := connection.recv(1 << 15):
-            come.extend(data)
-
-    with scripted(talk) as server:
-        connection = connected(server)
-        connection.send(pieces, time.monotonic() + 10)
-        connection.close()
-    assert bytes(come) == b"".join(pieces)
 
 
 def test_a_server_that_takes_nothing_costs_the_time_limit() -> None:
@@ -204,6 +110,45 @@ def test_a_reply_that_stops_midway_costs_the_time_limit_and_the_connection(part:
         node.close()
 
 
+def dripping(stream: bytes, every_s: float) -> Talk:
+    """Answers byte by byte."""
+
+    def talk(connection: socket.socket) -> None:
+        connection.recv(1 << 16)
+        for byte in stream:
+            connection.sendall(bytes([byte]))
+            time.sleep(every_s)
+        connection.recv(1)
+
+    return talk
+
+
+def test_a_reply_byte_by_byte_is_that_reply() -> None:
+    with scripted(dripping(b"$8\r\n\r\n$1\r\n:1\r\n$-1\r\n-WRONGTYPE a list\r\n$0\r\n\r\n", 0.001)) as server:
+        node = RedisNode(server.url, ttl_s=None)
+        found: list[object] = []
+        node.get([b"k"] * 4, lambda _, value: found.append(None if value is None else bytes(value)), timeout_s=5)
+        assert found == [b"\r\n$1\r\n:1", None, None, b""]
+        node.close()
+
+
+def test_a_server_that_drips_costs_one_reply_more_than_the_time_limit() -> None:
+    reply = b"$4\r\nabcd\r\n"
+    with scripted(dripping(reply * 20, 0.02), says(b"$3\r\nnew\r\n")) as server:
+        node = RedisNode(server.url, ttl_s=None)
+        found: list[object] = []
+        begun_s = time.monotonic()
+        with pytest.raises(NodeTimedOut):
+            node.get([b"k"] * 20, lambda _, value: found.append(bytes(value or b"")), timeout_s=0.1)
+        # A reply takes 0.2 s to come.
+        assert time.monotonic() - begun_s < 1.0
+        assert found in ([], [b"abcd"])
+        found.clear()
+        node.get([b"new"], lambda _, value: found.append(bytes(value or b"")), timeout_s=5)
+        assert found == [b"new"]
+        node.close()
+
+
 def test_what_came_before_it_stopped_is_kept() -> None:
     with scripted(says(b"$2\r\nk0\r\n$-1\r\n$2\r\nk")) as server:
         node = RedisNode(server.url, ttl_s=None)
@@ -219,20 +164,20 @@ def test_what_came_before_it_stopped_is_kept() -> None:
     [
         b"HTTP/1.1 400 Bad Request\r\n\r\n",
         b"$x\r\n",
-        b"$3\r\nabcde",
         b"$999999999999\r\n",
         b"*1\r\n$1\r\na\r\n",
         b":1\r\n",
-        b"+OK\r\n",
         b"x" * 10000,
         b"\r\n",
+        b"-MOVED\r\n",
+        b"-\xff\r\n",
     ],
 )
 def test_what_is_no_reply_ends_the_connection(nonsense: bytes) -> None:
     with scripted(says(nonsense), says(b"$1\r\nv\r\n")) as server:
         node = RedisNode(server.url, ttl_s=None)
-        with pytest.raises(NodeFailed, match="no reply"):
-            node.get([b"k"], lambda *_: pytest.fail("a value of nonsense"), timeout_s=5)
+        with pytest.raises(NodeFailed):
+            node.get([b"k"], lambda *_: pytest.fail("a value of nonsense"), timeout_s=0.2)
         found: list[object] = []
         node.get([b"k"], lambda _, value: found.append(bytes(value or b"")), timeout_s=5)
         assert found == [b"v"]
@@ -247,10 +192,20 @@ def test_only_one_means_that_it_is_there(number: bytes) -> None:
         node.close()
 
 
-@pytest.mark.parametrize("code", ["LOADING", "READONLY", "MOVED", "ERR"])
-def test_a_server_that_refuses_has_failed(code: str) -> None:
-    refusal = f"-{code} the password is 'hunter2'\r\n".encode()
-    with scripted(*[says(refusal * 3)] * 5) as server:
+@pytest.mark.parametrize(
+    ("refusal", "shown"),
+    [
+        (b"-LOADING hunter2", "BusyLoadingError"),
+        (b"-READONLY hunter2", "ReadOnlyError"),
+        (b"-MOVED 3999 hunter2:6381", "MovedError"),
+        (b"-NOAUTH hunter2", "AuthenticationError"),
+        (b"-MISCONF hunter2", "MISCONF"),
+        (b"-ERR unknown command with args beginning with: hunter2", "ResponseError"),
+        (b"-ERR HUNTER2 hunter2", "ResponseError"),
+    ],
+)
+def test_a_server_that_refuses_has_failed(refusal: bytes, shown: str) -> None:
+    with scripted(*[says(refusal + b"\r\n")] * 5) as server:
         node = RedisNode(server.url, ttl_s=100.0)
         calls: list[Callable[[], object]] = [
             lambda: node.get([b"k"], lambda *_: None, timeout_s=5),
@@ -260,9 +215,9 @@ def test_a_server_that_refuses_has_failed(code: str) -> None:
             lambda: node.discard([b"k"], timeout_s=5),
         ]
         for call in calls:
-            with pytest.raises(NodeFailed, match=code) as refused:
+            with pytest.raises(NodeFailed, match=shown) as refused:
                 call()
-            assert "hunter2" not in str(refused.value)
+            assert "hunter2" not in "".join(traceback.format_exception(refused.value)).lower()
         assert server.num_connections == len(calls)
 
 
