@@ -76,7 +76,9 @@ class RedisNode:
         if not items:
             return []
         with self._calling(timeout_s) as deadline_s:
-            self._send([(b"SET", PREFIX + key, b"".join(parts), *self._ttl) for key, parts in items], deadline_s)
+            # Each by itself: the memory that one was joined in is still at hand for the next.
+            for key, parts in items:
+                self._send([(b"SET", PREFIX + key, b"".join(parts), *self._ttl)], deadline_s)
             return [self._is_kept(deadline_s) for _ in items]
 
     def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> Sequence[bool]:
@@ -130,6 +132,7 @@ class RedisNode:
         """Connected, until the end of the call, which it gives. After any failure the connection is closed: replies may
         still be on their way, and would answer what is asked next."""
         deadline_s = time.monotonic() + timeout_s
+        # Between calls the library may go back to the limit that it connected with.
         self._limit_s = math.inf
         is_whole = False
         try:

@@ -252,6 +252,19 @@ def test_a_sink_that_fails_leaves_no_replies_behind() -> None:
         node.close()
 
 
+def test_nothing_is_tried_twice() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        node = RedisNode(f"redis://127.0.0.1:{silent.getsockname()[1]}", ttl_s=None)
+        begun_s = time.monotonic()
+        with pytest.raises(NodeTimedOut):
+            node.exists([b"k"], timeout_s=0.05)
+        assert time.monotonic() - begun_s < 0.5
+        silent.setblocking(False)
+        silent.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            silent.accept()
+
+
 def test_a_name_without_an_address_is_a_failure() -> None:
     node = RedisNode("redis://no-such-host.invalid:1/0", ttl_s=None)
     with pytest.raises(NodeFailed, match="no-such-host"):
