@@ -134,7 +134,8 @@ class EngineConfig:
     # or "mooncake://master:port".
     kv_store: str = ""
     # Of a local store: what it may take of shared memory, and of the disk.
-    kv_store_memory_bytes: int = 128 << 20
+    # Shared memory of a local store; None: 128 MiB, or a quarter of what there is where that is less.
+    kv_store_memory_bytes: int | None = None
     kv_store_disk_bytes: int = 1 << 30
     # Most bytes of one read or write; larger pages go in slices.
     kv_store_io_bytes: int = 1 << 20
@@ -188,7 +189,7 @@ class EngineConfig:
         _within("engine.host_hit_threshold", self.host_hit_threshold, 1)
         _positive(
             "engine",
-            kv_store_memory_bytes=self.kv_store_memory_bytes,
+            kv_store_memory_bytes=1 if self.kv_store_memory_bytes is None else self.kv_store_memory_bytes,
             kv_store_disk_bytes=self.kv_store_disk_bytes,
             kv_store_io_bytes=self.kv_store_io_bytes,
             kv_store_timeout_s=self.kv_store_timeout_s,

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 _SETTLE_S = 1.0
 _FLUSH_S = 2.0
 _SHM_DIR = "/dev/shm"
+_STORE_MEMORY_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +103,11 @@ def _bridge(
     device: PrefixCache,
     wake: Callable[[], None],
 ) -> StoreBridge:
-    layout = plan.layout
-    if config.kv_store.startswith("local"):
-        _require_shared_memory(config)
+    layout, memory_bytes = plan.layout, store_memory_bytes(config)
     try:
         client = open_store(
             config.kv_store,
-            memory_bytes=config.kv_store_memory_bytes,
+            memory_bytes=memory_bytes,
             disk_bytes=config.kv_store_disk_bytes,
             io_bytes=config.kv_store_io_bytes,
             timeout_s=config.kv_store_timeout_s,
@@ -135,23 +134,31 @@ def _bridge(
     )
 
 
-def _require_shared_memory(config: EngineConfig) -> None:
+def store_memory_bytes(config: EngineConfig) -> int:
+    """Shared memory for the store of this host; 0 for another. Raises ValueError for more than there is, if it was
+    asked for."""
+    if not config.kv_store.startswith("local"):
+        return 0
+    wanted_bytes = config.kv_store_memory_bytes
     try:
         found = os.statvfs(_SHM_DIR)
     except OSError:
-        return  # The store itself says what it lacks.
+        return wanted_bytes or _STORE_MEMORY_BYTES  # The store itself says what it lacks.
     total_bytes = found.f_frsize * found.f_blocks
-    if config.kv_store_memory_bytes > total_bytes:
+    if wanted_bytes is None:
+        return min(_STORE_MEMORY_BYTES, total_bytes // 4)
+    if wanted_bytes > total_bytes:
         raise ValueError(
-            f"engine.kv_store_memory_bytes is {config.kv_store_memory_bytes:,}; allowed: less than {_SHM_DIR} has, "
+            f"engine.kv_store_memory_bytes is {wanted_bytes:,}; allowed: less than {_SHM_DIR} has, "
             f"{total_bytes:,} (docker run --shm-size)"
         )
+    return wanted_bytes
 
 
 def _log_tiers(config: EngineConfig, layout: KvLayout, pools: PoolPlan) -> None:
     stores = f"; store {without_password(config.kv_store)}" if config.kv_store else "; no store"
     if config.kv_store.startswith("local"):
-        memory, disk = f"{config.kv_store_memory_bytes:,}", f"{config.kv_store_disk_bytes:,}"
+        memory, disk = f"{store_memory_bytes(config):,}", f"{config.kv_store_disk_bytes:,}"
         stores += f" of {memory} bytes in memory and {disk} on disk"
     logger.info(
         "KV in host memory: %s bytes as %d full pages (%d tokens) and %d window pages (%d tokens)%s",

@@ -1,11 +1,16 @@
 """Engines with tiers of KV: what is refused at the start, and what is said then."""
 
 import logging
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from epd.config import EngineConfig
+from epd.engine.tiers import store_memory_bytes
 from epd.kv.errors import PoolTooSmall
+from epd.types import Role
 from tests.engine.conftest import MakeBench
 from tests.engine.tier_asks import (
     GIVEN_UP_S,
@@ -65,6 +70,17 @@ def test_memory_and_places_that_cannot_be_had_are_refused_by_name(
 ) -> None:
     with pytest.raises((ValueError, PoolTooSmall), match=words):
         make_bench(**HOST | changes)
+
+
+@pytest.mark.parametrize(("num_blocks", "expected"), [(16 << 10, 16 << 20), (1 << 20, 128 << 20)])
+def test_unless_set_a_store_takes_what_little_shared_memory_there_is_into_account(
+    monkeypatch: pytest.MonkeyPatch, num_blocks: int, expected: int
+) -> None:
+    found = os.statvfs_result((4096, 4096, num_blocks, 0, 0, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: found)
+    config = EngineConfig(model_dir=Path(), model_name="", role=Role.BOTH, kv_store="local", host_budget_bytes=1)
+    assert store_memory_bytes(config) == expected
+    assert store_memory_bytes(replace(config, kv_store="")) == 0
 
 
 def test_without_a_cache_there_are_no_tiers(make_bench: MakeBench, caplog: pytest.LogCaptureFixture) -> None:
