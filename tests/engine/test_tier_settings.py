@@ -69,12 +69,12 @@ def test_a_role_has_its_own_store_and_no_password_is_shown(tmp_path: Path) -> No
     flags = {"prefill": {"host_budget_bytes": 1 << 20, "kv_store": "redis://me:secret@a:1/0,redis://b:2/0"}}
     config = load(runtime_dir=tmp_path, environ={}, flags=flags)
     assert config.prefill[0].kv_store == "redis://me:secret@a:1/0,redis://b:2/0"
-    assert config.decode[0].kv_store == ""
+    assert config.decode[0].kv_store.startswith("local:")
     shown = as_json(config)
     assert "secret" not in shown
     assert "redis://(hidden)@a:1/0,redis://b:2/0" in shown
     with pytest.raises(ConfigError, match=r"decode\.kv_store is 'local:/.*' and engine\.host_budget_bytes is 0"):
-        load(runtime_dir=tmp_path, environ={}, flags={"decode": {"kv_store": "local"}})
+        load(runtime_dir=tmp_path, environ={}, flags={"decode": {"kv_store": "local", "host_budget_bytes": 0}})
 
 
 def test_a_local_store_is_in_the_users_cache_unless_the_environment_says_otherwise(tmp_path: Path) -> None:
