@@ -73,7 +73,7 @@ def test_a_role_has_its_own_store_and_no_password_is_shown(tmp_path: Path) -> No
     shown = as_json(config)
     assert "secret" not in shown
     assert "redis://(hidden)@a:1/0,redis://b:2/0" in shown
-    with pytest.raises(ConfigError, match=r"decode\.kv_store is 'local:/.*' and engine\.host_budget_bytes is 0"):
+    with pytest.raises(ConfigError, match=r"decode\.kv_store is 'local:/.*' and decode\.host_budget_bytes is 0"):
         load(runtime_dir=tmp_path, environ={}, flags={"decode": {"kv_store": "local", "host_budget_bytes": 0}})
 
 
