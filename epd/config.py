@@ -3,12 +3,14 @@
 Nothing below this module reads an environment variable or a file of settings.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from epd.cache.l3.address import check_store
 from epd.types import Role
 from preprocess.config import FetchLimits
 
@@ -34,9 +36,12 @@ MAX_DRAFT_TOKENS = 3
 MAX_PAGE_SIZE = 1024
 MAX_CHUNK_TOKENS = 1 << 18
 _DEVICE = re.compile(r"cpu(:0)?|cuda(:\d{1,3})?")
-# Where KV outlives a worker, see `epd.cache.l3.open`; several nodes are parted by commas.
-_REDIS = r"(rediss?://|unix:///|unix://[^,/@]*@/)[^,]+"
-_KV_STORE = re.compile(rf"|local|local:/.*|{_REDIS}(,{_REDIS})*|mooncake://.+")
+# Of an address of a store: all up to the last @ before the next address, since passwords may hold anything.
+_USER_INFO = re.compile(r"//(?:(?!,(?:rediss?|unix)://).)*@")
+_PASSWORD_OPTION = re.compile(r"(?<=[?&])((ssl_)?password)=(?:(?!,(?:rediss?|unix)://)[^&])*")
+# Smaller pieces cost more calls than they are worth; a larger one holds a node up for longer than any time limit.
+MIN_STORE_IO_BYTES = 64 << 10
+MAX_STORE_IO_BYTES = 64 << 20
 
 
 def _positive(owner: str, **values: float) -> None:
@@ -45,16 +50,19 @@ def _positive(owner: str, **values: float) -> None:
             raise ValueError(f"{owner}.{name} is {value}; it must be greater than 0")
 
 
-def _not_negative(owner: str, **values: float) -> None:
-    for name, value in values.items():
-        if not value >= 0:
-            raise ValueError(f"{owner}.{name} is {value}; it must not be negative")
-
-
 def without_password(store: str) -> str:
     """Addresses of a store as they may be shown."""
-    in_front = re.sub(r"//[^/,@]*@", "//(hidden)@", store)
-    return re.sub(r"(?<=[?&])((ssl_)?password)=[^&,]*", r"\1=(hidden)", in_front)
+    if store.startswith("local"):
+        return store
+    return _USER_INFO.sub("//(hidden)@", _PASSWORD_OPTION.sub(r"\1=(hidden)", store))
+
+
+def _seconds(owner: str, *, may_be_zero: bool, **values: float) -> None:
+    """Finite ones."""
+    for name, value in values.items():
+        if not (math.isfinite(value) and (value > 0 or (may_be_zero and value == 0))):
+            allowed = "0 or more" if may_be_zero else "more than 0"
+            raise ValueError(f"{owner}.{name} is {value}; allowed: {allowed} seconds")
 
 
 def _one_of(key: str, value: object, allowed: tuple[object, ...]) -> None:
@@ -130,7 +138,7 @@ class EngineConfig:
     # The lookup that copies what it hits to the host, while the request runs: with 1 the first. What a request leaves
     # behind, and what is evicted from the device, is copied without.
     host_hit_threshold: int = 2
-    # Where KV outlives this process (`epd.cache.l3`): "", "local", "local:/dir", "redis://host:port/db[,redis://...]"
+    # Where KV outlives this process (`epd.cache.l3`): "", "local", "local:/dir", "redis://host[:port][/db][,redis://...]"
     # or "mooncake://master:port".
     kv_store: str = ""
     # Of a local store: what it may take of shared memory, and of the disk.
@@ -191,20 +199,24 @@ class EngineConfig:
             "engine",
             kv_store_memory_bytes=1 if self.kv_store_memory_bytes is None else self.kv_store_memory_bytes,
             kv_store_disk_bytes=self.kv_store_disk_bytes,
-            kv_store_io_bytes=self.kv_store_io_bytes,
+        )
+        _within("engine.kv_store_io_bytes", self.kv_store_io_bytes, MIN_STORE_IO_BYTES, MAX_STORE_IO_BYTES)
+        _seconds(
+            "engine",
+            may_be_zero=False,
             kv_store_timeout_s=self.kv_store_timeout_s,
             kv_store_ttl_s=self.kv_store_ttl_s,
         )
-        _not_negative(
+        _seconds(
             "engine",
+            may_be_zero=True,
             prefetch_timeout_s=self.prefetch_timeout_s,
             prefetch_page_timeout_s=self.prefetch_page_timeout_s,
         )
-        if _KV_STORE.fullmatch(self.kv_store) is None:
-            raise ValueError(
-                f"engine.kv_store is {without_password(self.kv_store)!r}; allowed: local, local:/DIR, "
-                "redis://HOST:PORT/DB or unix:///SOCKET (several parted by commas), mooncake://MASTER:PORT, or nothing"
-            )
+        try:
+            check_store(self.kv_store)
+        except ValueError as error:
+            raise ValueError(f"engine.kv_store is {without_password(self.kv_store)!r}: {error}") from None
         if self.kv_store and not self.host_budget_bytes:
             raise ValueError(
                 f"engine.kv_store is {without_password(self.kv_store)!r} and engine.host_budget_bytes is 0; allowed: "

@@ -18,16 +18,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 
+from epd.cache.l3.address import mooncake_parts
 from epd.cache.l3.base import Buffer, NodeFailed, NodeTimedOut, NodeUsage, Sink
 
 __all__ = ["MooncakeAddress", "MooncakeNode"]
@@ -49,7 +49,6 @@ _OPEN_TIMEOUT_S: Final = 2.0
 _CLOSE_TIMEOUT_S: Final = 3.0
 # The library knows no empty objects, and answers for one that is not there with as much; so every object begins so.
 _MARK: Final = b"\x01"
-_OPTIONS: Final = ("host", "protocol", "devices", "replicas", "lend_bytes")
 # Codes of the library, and one of the agent's.
 _NOT_SET_UP: Final = -10_000
 _RPC_FAILED: Final = -900
@@ -78,23 +77,14 @@ class MooncakeAddress:
     def parse(cls, url: str) -> MooncakeAddress:
         """`mooncake://MASTER:PORT[?OPTION=VALUE&...]` with the options host, protocol (tcp, rdma), devices, replicas,
         and lend_bytes. Raises ValueError."""
-        parts = urlsplit(url)
-        options = dict(parse_qsl(parts.query, keep_blank_values=True))
-        unknown = sorted(options.keys() - {*_OPTIONS})
-        protocol = options.get("protocol", "tcp")
-        if parts.scheme != "mooncake" or not parts.hostname or parts.port is None or parts.path.strip("/"):
-            raise ValueError(f"the address of a Mooncake store is mooncake://MASTER:PORT, but not {url!r}")
-        if unknown:
-            raise ValueError(f"{url!r} has the option {unknown[0]}; allowed: {', '.join(_OPTIONS)}")
-        if protocol not in ("tcp", "rdma"):
-            raise ValueError(f"{url!r} has the protocol {protocol!r}; allowed: tcp, rdma")
+        master, port, options = mooncake_parts(url)
         return cls(
-            f"{parts.hostname}:{parts.port}",
-            options.get("host") or _own_address(parts.hostname, parts.port),
-            protocol,
+            f"{master}:{port}",
+            options.get("host") or _own_address(master, port),
+            options.get("protocol", "tcp"),
             options.get("devices", ""),
-            _number(options, "replicas", 1, least=1),
-            _number(options, "lend_bytes", 0, least=0),
+            int(options.get("replicas", "1")),
+            int(options.get("lend_bytes", "0")),
         )
 
     @property
@@ -307,13 +297,6 @@ class _AgentProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-
-def _number(options: Mapping[str, str], name: str, default: int, *, least: int) -> int:
-    text = options.get(name, str(default))
-    if not (text.isascii() and text.isdigit() and int(text) >= least):
-        raise ValueError(f"{name} of a Mooncake store is {text!r}; it must be a whole number from {least} on")
-    return int(text)
 
 
 def _own_address(master: str, port: int) -> str:

@@ -2,7 +2,7 @@
 
     local                            shared memory and a directory of the user's for caches
     local:/DIR                       shared memory and this directory
-    redis://HOST:PORT/DB[,redis://...]   one or several servers; rediss: with TLS, unix:///SOCKET on this host
+    redis://HOST[:PORT][/DB][,redis://...]   one or several servers; rediss: with TLS, unix:///SOCKET on this host
     mooncake://MASTER:PORT[?...]     a Mooncake store
 
 Processes that name the same directory share a local store; pages of different models never meet, since their keys
@@ -20,6 +20,7 @@ from typing import Final
 
 import xxhash
 
+from epd.cache.l3.address import check_store, redis_nodes
 from epd.cache.l3.base import NodeFailed, StoreNode
 from epd.cache.l3.client import StoreClient
 from epd.cache.l3.local import LocalNode
@@ -53,6 +54,7 @@ def open_store(
     For the others see StoreClient. Raises ValueError for another kind of URL, NodeFailed for a store that cannot be
     used; a server that does not answer is no reason.
     """
+    check_store(url)
     scheme, _, rest = url.partition(":")
     if scheme == "local":
         node = open_local(Path(rest) if rest else _cache_dir(), memory_bytes=memory_bytes, disk_bytes=disk_bytes)
@@ -69,7 +71,7 @@ def open_store(
                 "a KV store on Redis needs the package redis: pip install 'mimo-epd[redis]' (from a checkout: "
                 "pip install -e '.[redis]')"
             ) from error
-        nodes: list[StoreNode] = [RedisNode(part, ttl_s=ttl_s) for part in url.split(",")]
+        nodes: list[StoreNode] = [RedisNode(part, ttl_s=ttl_s) for part in redis_nodes(url)]
         return StoreClient(
             nodes,
             placement=Placement([node.name for node in nodes]),
@@ -86,10 +88,7 @@ def open_store(
             timeout_s=timeout_s,
             value_bytes=value_bytes,
         )
-    raise ValueError(
-        "a KV store is local, local:/DIR, redis://HOST:PORT/DB, unix:///SOCKET or mooncake://MASTER:PORT, but not "
-        f"{scheme!r}"
-    )
+    raise ValueError(f"{scheme!r} is no kind of store")
 
 
 def open_local(directory: Path, *, memory_bytes: int, disk_bytes: int) -> LocalNode:

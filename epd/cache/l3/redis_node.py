@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final, Protocol, cast
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from redis import ConnectionPool
 from redis.backoff import NoBackoff
@@ -24,6 +23,7 @@ from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
+from epd.cache.l3.address import REDIS_FORMS, redis_name
 from epd.cache.l3.base import Buffer, NodeFailed, NodeTimedOut, NodeUsage, Sink
 
 __all__ = ["RedisNode"]
@@ -37,7 +37,6 @@ _LIMIT_STEP_S: Final = 0.001
 _COPIED_BYTES: Final = 6000
 # Of a server's words for a refusal, what may be shown: the rest may quote what was sent.
 _MAX_CODE_CHARS: Final = 32
-_FORMS: Final = "redis[s]://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE] or unix://[[USER]:PASSWORD@]/SOCKET[?db=DATABASE]"
 # Of nonsense the library says ValueError or IndexError.
 _FAILURES: Final = (RedisError, OSError, ValueError, IndexError)
 
@@ -278,30 +277,11 @@ def _connection(url: str) -> _Connection:
 
 
 def _name(url: str) -> str:
-    """What is left of a URL without passwords and options. Raises ValueError, without them, for one that is none."""
+    """Raises ValueError, without passwords, for what is no address."""
     try:
-        parts = urlsplit(url)
-        port = parts.port or 6379
-    except ValueError:
-        raise ValueError(f"the address of a Redis server is {_FORMS}, with a port up to 65535") from None
-    host, database = parts.hostname or "", _database(parts)
-    if (parts.scheme == "unix" and not (host == "" and parts.path.strip("/"))) or parts.fragment or database is None:
-        raise ValueError(f"the address of a Redis server is {_FORMS}, DATABASE a number")
-    if parts.scheme == "unix":
-        return f"unix://{unquote(parts.path)}?db={database}"
-    if parts.scheme not in ("redis", "rediss") or not host:
-        raise ValueError(f"the address of a Redis server is {_FORMS}")
-    return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{port}/{database}"
-
-
-def _database(parts: SplitResult) -> int | None:
-    """None where it is no number, and for options that nobody may set: limits of time and forms of replies are ours."""
-    options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    text = options.pop("db", "0") if parts.scheme == "unix" else parts.path.strip("/") or "0"
-    allowed = {name for name in options if parts.scheme == "rediss" and name.startswith("ssl_")}
-    if options.keys() - allowed or not (text.isascii() and text.isdigit()):
-        return None
-    return int(text)
+        return redis_name(url)
+    except ValueError as error:
+        raise ValueError(f"{error}; the address of a Redis server is {REDIS_FORMS}") from None
 
 
 def _joined(command: bytes, keys: Sequence[bytes]) -> list[list[bytes]]:
