@@ -29,6 +29,12 @@ _TIER_WORDS = {
     "healed": "had lost their windows and were healed",
 }
 
+_UNKEPT_WORDS = {
+    "refused": "pages refused (it is full, or they are too large for it)",
+    "dropped": "pages dropped (too many waited for it)",
+    "failed": "pages lost to its failures",
+}
+
 
 def show_arena(console: Console, report: ArenaReport) -> None:
     age = span(time.time() - report.created_unix_s)
@@ -102,13 +108,18 @@ def _show_store(console: Console, tiers: WorkerTiers) -> None:
     )
     faults = {name: store.get(name, 0) for name in ("corrupt", "timeouts", "failures")}
     console.print(f"  faults: {_states(faults)}", style="yellow" if any(faults.values()) else "", soft_wrap=True)
+    unkept = {result: store.get(f"puts_{result}", 0) for result in _UNKEPT_WORDS}
+    style = "yellow" if any(unkept.values()) else ""
+    console.print(f"  pages not kept: {_states(unkept)}", style=style, soft_wrap=True)
     if tiers.prefetches:
         console.print(f"  prefetches: {_states(tiers.prefetches)}", soft_wrap=True)
     for name, node in tiers.nodes.items():
         held = "" if node.used_bytes is None else f", {mib(node.used_bytes)} used"
         held += "" if node.capacity_bytes is None else f" of {mib(node.capacity_bytes)}"
-        style = "" if node.breaker == "closed" else "yellow"
-        console.print(f"  {quoted(name)}: breaker {node.breaker}{held}", style=style, soft_wrap=True)
+        lost = {words: node.puts.get(result, 0) for result, words in _UNKEPT_WORDS.items()}
+        told = "".join(f"; {count:,} {words}" for words, count in lost.items() if count)
+        style = "" if node.breaker == "closed" and not told else "yellow"
+        console.print(f"  {quoted(name)}: breaker {node.breaker}{held}{told}", style=style, soft_wrap=True)
 
 
 def _table() -> Table:

@@ -34,6 +34,8 @@ class StoreNodeState:
     breaker: str = "unknown"
     used_bytes: int | None = None
     capacity_bytes: int | None = None
+    puts: dict[str, int] = field(default_factory=dict)
+    """Pages by result: kept, refused (it is full, or they are too large), dropped (too many waited), failed."""
 
 
 @dataclass(slots=True)
@@ -106,8 +108,13 @@ def _note(tiers: WorkerTiers, what: str, labels: Mapping[str, str], value: float
             tiers.host_pages.setdefault(labels["pool"], {})[labels["state"]] = count
         case "copied_bytes_total":
             tiers.copied_bytes[labels["direction"]] = count
-        case "store_gets_total" | "store_puts_total":
-            tiers.store[f"{what.split('_')[1]}_{labels['result']}"] = count
+        case "store_gets_total":
+            tiers.store[f"gets_{labels['result']}"] = count
+        case "store_puts_total":
+            result = labels["result"]
+            tiers.store[f"puts_{result}"] = tiers.store.get(f"puts_{result}", 0) + count
+            if node := labels.get("node"):
+                tiers.nodes.setdefault(node, StoreNodeState()).puts[result] = count
         case "store_bytes_total":
             tiers.store[f"{labels['direction']}_bytes"] = count
         case "store_corrupt_total" | "store_timeouts_total" | "store_failures_total" | "store_queued_pages":

@@ -1,6 +1,6 @@
 """What a worker says of itself: its answer to a gateway's greeting, counters for /metrics included."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
 from epd.cache.l3.base import StoreStats
@@ -52,7 +52,7 @@ def worker_info(
         labelled += _copies(copies)
         told["copy_stall_seconds"] = copies.stalled_s
     if stats.store is not None:
-        labelled += _store(stats.store)
+        labelled += _store(stats.store, {} if bridge is None else bridge.dropped)
     if bridge is not None:
         labelled += _bridge(bridge)
     return WorkerInfo(
@@ -121,11 +121,9 @@ def _copies(copies: MoverStats) -> Iterator[LabelledCounter]:
     yield _labelled("copied_bytes_total", copies.saved_bytes, direction="save")
 
 
-def _store(store: StoreStats) -> Iterator[LabelledCounter]:
+def _store(store: StoreStats, unsent: Mapping[str, int]) -> Iterator[LabelledCounter]:
     for result, num_pages in (("hit", store.hits), ("miss", store.misses)):
         yield _labelled("store_gets_total", num_pages, result=result)
-    for result, num_pages in (("kept", store.puts), ("refused", store.unkept), ("dropped", store.dropped)):
-        yield _labelled("store_puts_total", num_pages, result=result)
     yield _labelled("store_bytes_total", store.get_bytes, direction="get")
     yield _labelled("store_bytes_total", store.put_bytes, direction="put")
     yield _labelled("store_corrupt_total", store.corrupt)
@@ -133,12 +131,33 @@ def _store(store: StoreStats) -> Iterator[LabelledCounter]:
     yield _labelled("store_failures_total", store.failures)
     for call, seconds in sorted(store.seconds.items()):
         yield _labelled("store_seconds_total", seconds, call=call)
+    yield from _puts(store, unsent)
     for node in store.nodes:
         for state in _BREAKERS:
             yield _labelled("store_breaker", node.breaker == state, node=node.name, state=state)
         for kind, size_bytes in (("used", node.usage.used_bytes), ("capacity", node.usage.capacity_bytes)):
             if size_bytes is not None:
                 yield _labelled("store_node_bytes", size_bytes, node=node.name, kind=kind)
+
+
+def _puts(store: StoreStats, unsent: Mapping[str, int]) -> Iterator[LabelledCounter]:
+    """By node, and without a name for what came while none worked. `unsent` are pages that never came to the store."""
+    kept, unkept = store.puts, store.unkept
+    nodes = [(node.name, node.counters) for node in store.nodes]
+    for _, counters in nodes:
+        kept, unkept = kept - counters.get("kept", 0), unkept - counters.get("unkept", 0)
+    for name, counters in (*nodes, ("", {"kept": max(0, kept), "unkept": max(0, unkept)})):
+        refused, dropped = counters.get("refused", 0), counters.get("dropped", 0)
+        results = {
+            "kept": counters.get("kept", 0),
+            "refused": refused,
+            "dropped": dropped + unsent.get(name, 0),
+            # Counted a moment before the call ends, so that there may seem to be fewer than none.
+            "failed": max(0, counters.get("unkept", 0) - refused - dropped),
+        }
+        if name or any(results.values()):
+            for result, num_pages in results.items():
+                yield _labelled("store_puts_total", num_pages, node=name, result=result)
 
 
 def _bridge(bridge: BridgeStats) -> Iterator[LabelledCounter]:

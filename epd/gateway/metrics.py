@@ -77,7 +77,8 @@ LABELLED_TEXTS = {
     "unsaved_pages_total": "Pages that were to be copied to the host and found all of it in use",
     "rescued_pages_total": "Pages copied to the host on their way out of the device",
     "store_gets_total": "Pages asked of the store by result",
-    "store_puts_total": "Pages given to the store: kept, refused by it, or dropped since too much waited for it",
+    "store_puts_total": "Pages for the store by node and result: kept, refused (the node is full, or they are too "
+    "large for it), dropped (too many waited for it), failed (the node failed, was left alone or took too long)",
     "store_bytes_total": "Bytes read from and written to the store",
     "store_corrupt_total": "Pages from the store that were not what was put, by their checksums",
     "store_timeouts_total": "Calls of the store that took too long",

@@ -28,11 +28,13 @@ from epd.transport.memory import MemoryNetwork
 from epd.types import Role, WorkerInfo
 
 HOST_POOL = HostPoolStats(total=50, free=5, filling=1, pinned=4, evictable=40, doomed=0, num_evicted=7)
+PUTS_A = {"kept": 12, "unkept": 7, "refused": 4, "dropped": 1}
+PUTS_B = {"kept": 8, "unkept": 2}
 STORE = StoreStats(
     hits=12,
     misses=3,
     puts=20,
-    unkept=0,
+    unkept=9,
     dropped=1,
     corrupt=2,
     timeouts=0,
@@ -41,8 +43,8 @@ STORE = StoreStats(
     put_bytes=6 << 20,
     seconds={"get": 1.5},
     nodes=(
-        NodeStats("redis://a:1/0", "closed", 0, NodeUsage(used_bytes=1 << 20, capacity_bytes=4 << 20), {}),
-        NodeStats("redis://b:1/0", "open", 0, NodeUsage(), {}),
+        NodeStats("redis://a:1/0", "closed", 0, NodeUsage(used_bytes=1 << 20, capacity_bytes=4 << 20), PUTS_A),
+        NodeStats("redis://b:1/0", "open", 0, NodeUsage(), PUTS_B),
     ),
 )
 
@@ -65,6 +67,7 @@ def told(name: str, *, has_tiers: bool) -> WorkerInfo:
             "writeback": {},
             "keepalive": {},
             "num_queued_pages": 6,
+            "dropped": {"redis://b:1/0": 3},
         }
     )
     return worker_info(
@@ -143,8 +146,9 @@ def test_tiers_are_read_from_what_a_gateway_writes() -> None:
             "gets_hit": 12,
             "gets_miss": 3,
             "puts_kept": 20,
-            "puts_refused": 0,
-            "puts_dropped": 1,
+            "puts_refused": 4,
+            "puts_dropped": 4,
+            "puts_failed": 4,
             "get_bytes": 5 << 20,
             "put_bytes": 6 << 20,
             "corrupt": 2,
@@ -154,8 +158,10 @@ def test_tiers_are_read_from_what_a_gateway_writes() -> None:
         },
         prefetches={"hit": 8, "partial": 0, "miss": 0, "timeout": 1, "no_room": 0, "aborted": 0},
         nodes={
-            "redis://a:1/0": StoreNodeState("closed", 1 << 20, 4 << 20),
-            "redis://b:1/0": StoreNodeState("open"),
+            "redis://a:1/0": StoreNodeState(
+                "closed", 1 << 20, 4 << 20, {"kept": 12, "refused": 4, "dropped": 1, "failed": 2}
+            ),
+            "redis://b:1/0": StoreNodeState("open", puts={"kept": 8, "refused": 0, "dropped": 3, "failed": 2}),
         },
     )
 
@@ -173,8 +179,14 @@ def test_a_deployment_for_people_and_as_json() -> None:
     assert "copied from host to device 1.0 MiB, from device to host 2.0 MiB" in lines
     assert "store: 12 pages found, 3 missed, 5.0 MiB read; 20 written, 6.0 MiB; 6 waiting" in lines
     assert "faults: 2 corrupt, 0 timeouts, 4 failures" in lines
-    assert "redis://a:1/0: breaker closed, 1.0 MiB used of 4.0 MiB" in lines
-    assert "redis://b:1/0: breaker open" in lines
+    assert "pages not kept: 4 refused, 4 dropped, 4 failed" in lines
+    assert (
+        "redis://a:1/0: breaker closed, 1.0 MiB used of 4.0 MiB; 4 pages refused (it is full, or they are too large "
+        "for it); 1 pages dropped (too many waited for it); 2 pages lost to its failures" in lines
+    )
+    assert (
+        "redis://b:1/0: breaker open; 3 pages dropped (too many waited for it); 2 pages lost to its failures" in lines
+    )
     (worker,) = found["workers"]
     assert worker["hit_tokens"]["l3"] == 200
     assert worker["nodes"]["redis://b:1/0"]["breaker"] == "open"

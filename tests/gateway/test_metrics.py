@@ -67,7 +67,7 @@ def told() -> WorkerInfo:
             hits=31,
             misses=32,
             puts=33,
-            unkept=34,
+            unkept=107,
             dropped=35,
             corrupt=36,
             timeouts=37,
@@ -75,7 +75,15 @@ def told() -> WorkerInfo:
             get_bytes=39,
             put_bytes=40,
             seconds={"get": 1.5},
-            nodes=(NodeStats("n:1", "half_open", 0, NodeUsage(used_bytes=41), {}),),
+            nodes=(
+                NodeStats(
+                    "n:1",
+                    "half_open",
+                    0,
+                    NodeUsage(used_bytes=41),
+                    {"kept": 33, "unkept": 100, "refused": 34, "dropped": 35},
+                ),
+            ),
         ),
     )
     return worker_info(
@@ -101,6 +109,7 @@ def told() -> WorkerInfo:
             num_queued_pages=64,
             num_flying_pages=0,
             num_believed_keys=0,
+            dropped={"n:1": 5, "": 6},
         ),
     )
 
@@ -143,7 +152,16 @@ def test_pages_by_state_evictions_and_a_text_for_every_counter() -> None:
     }
     assert samples(families, "copied_bytes_total", "direction") == {"load": 51, "save": 52}
     assert samples(families, "store_gets_total", "result") == {"hit": 31, "miss": 32}
-    assert samples(families, "store_puts_total", "result") == {"kept": 33, "refused": 34, "dropped": 35}
+    assert samples(families, "store_puts_total", "node", "result") == {
+        ("n:1", "kept"): 33,
+        ("n:1", "refused"): 34,
+        ("n:1", "dropped"): 40,
+        ("n:1", "failed"): 31,
+        ("", "kept"): 0,
+        ("", "refused"): 0,
+        ("", "dropped"): 6,
+        ("", "failed"): 7,
+    }
     assert samples(families, "store_corrupt_total", "worker") == {"w": 36}
     breakers = samples(families, "store_breaker", "node", "state")
     assert breakers == {("n:1", "closed"): 0, ("n:1", "half_open"): 1, ("n:1", "open"): 0}

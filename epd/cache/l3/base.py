@@ -13,6 +13,7 @@ from typing import Literal, Protocol, runtime_checkable
 __all__ = [
     "BreakerState",
     "Buffer",
+    "Explaining",
     "NodeFailed",
     "NodeStats",
     "NodeTimedOut",
@@ -93,6 +94,16 @@ class StoreNode(Protocol):
 
 
 @runtime_checkable
+class Explaining(Protocol):
+    """A node that can say why it does not keep what it is given."""
+
+    @property
+    def why_unkept(self) -> str:
+        """Of the last value that was not kept, without passwords; empty when it does not know."""
+        ...
+
+
+@runtime_checkable
 class Tended(Protocol):
     """A node with housekeeping of its own."""
 
@@ -114,7 +125,11 @@ class Placement(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NodeStats:
-    """Of one node, since the start. Keys of a call that was never made, the breaker being open, count as `skipped`."""
+    """Of one node, since the start. Keys of a call that was never made, the breaker being open, count as `skipped`.
+
+    Of values to be put, `kept` and `unkept` in `counters` are all; of the unkept, the node did not take those that are
+    `refused`, and those that are `dropped` found too many waiting. The others were lost to its failures.
+    """
 
     name: str
     breaker: BreakerState

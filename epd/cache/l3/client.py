@@ -93,18 +93,26 @@ class StoreClient:
         Others hold anything. Returns what ends the call early: afterwards `on_done` has been called.
         """
         job = GetJob(items, on_key, self._counting(on_done, "hits", "misses"), deadline_s)
-        return self._begin(group, job)
+        return self._begin(self._thread_of(group), job)
 
     def put(
         self, group: str, items: Sequence[tuple[bytes, Sequence[Buffer]]], on_done: OnDone | None = None
     ) -> Callable[[], None]:
         """Keep each item's pieces as its value; they may not change before `on_done`. True for those that are kept."""
-        job = PutJob(items, self._counting(on_done, "puts", "unkept"), self._clock() + _PUT_PATIENCE_S)
-        return self._begin(group, job)
+        thread = self._thread_of(group)
+
+        def done(answers: tuple[bool, ...]) -> None:
+            if thread is not None:
+                thread.count_puts(sum(answers), len(answers) - sum(answers))
+            if on_done is not None:
+                on_done(answers)
+
+        job = PutJob(items, self._counting(done, "puts", "unkept"), self._clock() + _PUT_PATIENCE_S)
+        return self._begin(thread, job)
 
     def exists(self, group: str, keys: Sequence[bytes], *, deadline_s: float, on_done: OnDone) -> Callable[[], None]:
         """Which are there: no promise that a get will find them."""
-        return self._begin(group, ExistsJob(keys, self._counting(on_done), deadline_s))
+        return self._begin(self._thread_of(group), ExistsJob(keys, self._counting(on_done), deadline_s))
 
     def touch(self, group: str, keys: Sequence[bytes]) -> None:
         """Count them as just used, if there is time for it."""
@@ -186,10 +194,9 @@ class StoreClient:
         names = self._placement.order(group)
         return next((self._by_name[name] for name in names if self._by_name[name].is_usable), None)
 
-    def _begin(self, group: str, job: Job) -> Callable[[], None]:
+    def _begin(self, thread: NodeThread | None, job: Job) -> Callable[[], None]:
         with self._lock:
             self._num_begun += 1
-        thread = self._thread_of(group)
         if thread is None or not job.num_keys or not thread.submit(job):
             # By another thread: a caller is not called back before his call returned.
             job.deadline_s = 0.0

@@ -87,6 +87,10 @@ class LocalNode:
     def name(self) -> str:
         return f"local:{self._hot_root if self._cold_root is None else self._cold_root}"
 
+    @property
+    def why_unkept(self) -> str:
+        return self._writer.why_unkept
+
     def get(self, keys: Sequence[bytes], sink: Sink, *, timeout_s: float) -> None:
         """`timeout_s` is not looked at: no server is asked, and the disk cannot be hurried."""
         # What is read says itself whether it is alive: only what is missing may have to be learned of.
@@ -280,8 +284,9 @@ class LocalNode:
                 if kept:
                     self._kill_shadows()
                 return kept
-        except NodeTimedOut:
+        except NodeTimedOut as error:
             self._counters["unkept"] += 1
+            self._writer.why_unkept = str(error)
             return False
 
     def _tend(self) -> bool:

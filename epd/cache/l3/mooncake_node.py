@@ -109,6 +109,7 @@ class MooncakeNode:
         self._number = 0
         self._is_late = False
         self._num_started = 0
+        self.why_unkept = ""
         self._agent: _AgentProcess | None = None
         try:
             self._agent = self._start()
@@ -151,6 +152,10 @@ class MooncakeNode:
                 deadline_s,
             )
             answers = dict(zip(fitting, codes, strict=True))
+            if len(fitting) < len(some):
+                self.why_unkept = f"a value is larger than {self._stride:,} bytes, the most at a time"
+            if refusals := [code for code in codes if code != 0]:
+                self.why_unkept = f"Mooncake answers {refusals[-1]}: the memory that is lent to it may be full"
             kept.extend(answers.get(index) == 0 for index in range(len(some)))
         return kept
 

@@ -17,9 +17,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from epd.cache.l3.base import NodeFailed, NodeStats, NodeTimedOut, NodeUsage, StoreNode, Tended
+from epd.cache.l3.base import Explaining, NodeFailed, NodeStats, NodeTimedOut, NodeUsage, StoreNode, Tended
 from epd.cache.l3.breaker import Breaker
 from epd.cache.l3.jobs import DiscardJob, ExistsJob, GetJob, Job, PutJob, TouchJob
+from epd.cache.l3.notices import NodeNotices
 from epd.cache.l3.record import num_slices, slice_key
 
 __all__ = ["NodeThread"]
@@ -52,6 +53,7 @@ class NodeThread:
         self.name = node.name
         self.breaker = Breaker(node.name, clock)
         self._node = node
+        self._notices = NodeNotices(node.name, clock)
         self._io_bytes = io_bytes
         self._timeout_s = timeout_s
         self._max_put_bytes = max_put_bytes
@@ -91,6 +93,10 @@ class NodeThread:
             elif isinstance(job, PutJob):
                 if self._waiting_put_bytes and self._waiting_put_bytes + job.size_bytes > self._max_put_bytes:
                     self.counters["dropped"] += job.num_keys
+                    self._notices.dropped.add(
+                        job.num_keys,
+                        f"{self._waiting_put_bytes:,} bytes wait to be written, of {self._max_put_bytes:,} that may",
+                    )
                     return False
                 self._waiting_put_bytes += job.size_bytes
                 self._patient.append(job)
@@ -103,6 +109,12 @@ class NodeThread:
                 self._urgent.append(job)
             self._changed.notify()
         return True
+
+    def count_puts(self, num_kept: int, num_unkept: int) -> None:
+        """Of values that were to be put here, when their call has ended."""
+        with self._changed:
+            self.counters["kept"] += num_kept
+            self.counters["unkept"] += num_unkept
 
     def begin_close(self, by_s: float) -> None:
         """Take no more jobs, and write what waits until `by_s` on the clock."""
@@ -149,6 +161,7 @@ class NodeThread:
                     self._end(job)
         for job in self._take_all():
             self._end(job)
+        self._notices.tell(at_the_end=True)
         with contextlib.suppress(NodeFailed):
             self._node.close()
 
@@ -166,6 +179,7 @@ class NodeThread:
                     return self._urgent[0] if self._urgent else self._patient[0]
             if is_closing:
                 return None
+            self._notices.tell()
             if self.breaker.probes():
                 self._probe()
             elif not self._tend():
@@ -246,7 +260,7 @@ class NodeThread:
                 job.land(piece, None, self._io_bytes)
         if damaged:
             self.counters["corrupt"] += len(damaged)
-            logger.warning("%d records in the KV store's node %s are damaged and go", len(damaged), self.name)
+            self._notices.damaged.add(len(damaged))
             self._forget_damaged(damaged)
         return call.worked
 
@@ -264,7 +278,15 @@ class NodeThread:
                 key = job.written(item, is_kept)
                 if key is not None:
                     self._condemned.pop(key, None)
+            self._note_refused({item for (item, _, _), is_kept in zip(slices, kept, strict=True) if not is_kept})
         return call.worked
+
+    def _note_refused(self, items: set[int]) -> None:
+        """Each value once: of one that was refused no other slice is put."""
+        if items:
+            why = self._node.why_unkept if isinstance(self._node, Explaining) else ""
+            self.counters["refused"] += len(items)
+            self._notices.refused.add(len(items), why or "it does not say why")
 
     def _exists(self, job: ExistsJob, timeout_s: float) -> None:
         names = [self._names(key) for key in job.keys]

@@ -53,6 +53,7 @@ class RedisNode:
         self._clock = clock
         self._connection = _connection(url)
         self._is_connected = False
+        self.why_unkept = ""
         self._limit_s = math.inf
         self._num_connections = 0
         self._usage = NodeUsage()
@@ -200,6 +201,7 @@ class RedisNode:
             return True
         # Full, with a policy that evicts nothing.
         if isinstance(reply, OutOfMemoryError):
+            self.why_unkept = "its memory is full, and its maxmemory-policy evicts nothing (allkeys-lru would)"
             return False
         raise self._strange(reply)
 

@@ -31,6 +31,7 @@ class Writer:
         self, catalogue: Catalogue, mover: Mover, lock: StoreLock, counters: Counter[str], segment_bytes: int
     ) -> None:
         self.active: Segment | None = None
+        self.why_unkept = ""
         self._catalogue = catalogue
         self._mover = mover
         self._lock = lock
@@ -72,7 +73,8 @@ class Writer:
                     for key, pieces in items[start:stop]
                 ]
                 entries = self._append(batch, is_locked=is_locked)
-            except (_NoRoom, NodeTimedOut):
+            except (_NoRoom, NodeTimedOut) as error:
+                self.why_unkept = str(error)
                 self._counters["unkept"] += 1
                 start += 1
                 continue
@@ -98,12 +100,15 @@ class Writer:
                     self._catalogue.refresh()
                     if not self._mover.make_room(self.active):
                         break
-        raise _NoRoom
+        raise _NoRoom(f"{self._catalogue.hot.root} is full")
 
     def _begin_segment(self, need_bytes: int, *, is_locked: bool) -> None:
         """Raises _NoRoom, NodeTimedOut, OSError."""
         if need_bytes > self._segment_bytes - HEAD_BYTES:
-            raise _NoRoom
+            raise _NoRoom(
+                f"a value of {need_bytes:,} bytes is larger than a segment, {self._segment_bytes:,}: more of "
+                "engine.kv_store_memory_bytes gives larger ones, less of engine.kv_store_io_bytes smaller values"
+            )
         with contextlib.nullcontext() if is_locked else self._lock.hold(LOCK_WAIT_S):
             hot = self._catalogue.hot
             if self.active is not None:
@@ -116,12 +121,12 @@ class Writer:
             hot.sweep()
             while hot.measure() + self._segment_bytes > hot.max_bytes:
                 if not self._mover.make_room(None):
-                    raise _NoRoom
+                    raise _NoRoom("all its segments are being written by other processes")
             try:
                 segment = hot.make(self._segment_bytes)
             except OSError as error:
                 if error.errno in _FULL:
-                    raise _NoRoom from error
+                    raise _NoRoom(f"{hot.root} is full: {error.strerror}") from error
                 raise
             hot.show(segment)
             self.active = segment

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from epd.cache.l3.base import StoreStats
@@ -98,6 +98,8 @@ class BridgeStats:
     num_queued_pages: int
     num_flying_pages: int
     num_believed_keys: int
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Of `writeback`, by the node of the store that they would have gone to; "" while none works."""
 
 
 class StoreBridge:
@@ -252,6 +254,7 @@ class StoreBridge:
             num_queued_pages=self._writeback.num_queued,
             num_flying_pages=self._writeback.num_flying,
             num_believed_keys=len(self._belief),
+            dropped=dict(self._writeback.dropped),
         )
 
     def close(self, flush_s: float = 0.0) -> None:

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Final
 
 from epd.cache.keys import KEY_BYTES
+from epd.cache.l3.notices import NodeNotices
 from epd.cache.tiers.belief import Belief
 from epd.cache.tiers.inbox import Inbox
 from epd.cache.tiers.ports import HostPools, PageKind, PageStore, PageView, store_key
@@ -78,6 +79,9 @@ class WriteBack:
         # Condemned while a put was reading them: discarded in the store once it has them.
         self._condemned: OrderedDict[_Page, str] = OrderedDict()
         self.counters: Counter[str] = Counter()
+        self.dropped: Counter[str] = Counter()
+        """Pages by the place that they would have gone to."""
+        self._notices: dict[str, NodeNotices] = {}
 
     @property
     def num_queued(self) -> int:
@@ -101,7 +105,8 @@ class WriteBack:
             if page in lane.queued or self._flying[page] or self._belief.holds(place, store_key(*page), now_s):
                 self.counters["known"] += 1
             elif len(lane.queued) >= self._max_queued_pages:
-                self.counters["dropped"] += 1
+                self._drop(place, 1)
+                self._notices_of(place).dropped.add(1, f"{len(lane.queued):,} pages wait to be written, as many as may")
             else:
                 chain.pages.append(page)
                 lane.queued.add(page)
@@ -113,6 +118,8 @@ class WriteBack:
         for place, lane in self._lanes.items():
             while lane.chains and lane.num_batches < _MAX_BATCHES:
                 self._put(place, lane)
+        for notices in self._notices.values():
+            notices.tell()
 
     def condemn(self, keys: Iterable[bytes], group: str) -> None:
         """Write none of these; what a put is reading now is discarded in the store afterwards."""
@@ -126,10 +133,20 @@ class WriteBack:
 
     def stop(self) -> None:
         """Begin nothing more."""
-        for lane in self._lanes.values():
-            self.counters["dropped"] += len(lane.queued)
+        for place, lane in self._lanes.items():
+            if lane.queued:
+                self._drop(place, len(lane.queued))
             lane.chains.clear()
             lane.queued.clear()
+
+    def _drop(self, place: str, num_pages: int) -> None:
+        self.counters["dropped"] += num_pages
+        self.dropped[place] += num_pages
+
+    def _notices_of(self, place: str) -> NodeNotices:
+        if place not in self._notices:
+            self._notices[place] = NodeNotices(place or "(none works)", self._clock)
+        return self._notices[place]
 
     def _put(self, place: str, lane: _Lane) -> None:
         chain = lane.chains[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from epd.cache.l3.client import StoreClient
+from epd.cache.l3.notices import Notice
 from epd.cache.l3.placement import Placement
 from tests.fakes.scripted_node import ScriptedNode
 from tests.fakes.store_calls import StoreCalls
@@ -368,3 +370,80 @@ def test_every_call_is_answered_once_under_load_while_it_closes() -> None:
         mine.check()
     assert sum(len(mine.all) for mine in calls) > 200
     assert all(node.is_closed for node in nodes)
+
+
+# What is not kept
+
+
+def test_what_a_node_refuses_or_is_not_given_is_counted_by_node_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    full, other = ScriptedNode("full"), ScriptedNode("other")
+    full.keeps = False
+    with opened(full, max_put_bytes=10_000, timeout_s=5) as calls:
+        for number in range(5):
+            # Of several slices: a value counts once.
+            assert calls.put({b"%d" % number: bytes(2500)}) == (False,)
+        stats = calls.client.stats()
+        assert dict(stats.nodes[0].counters) == {"refused": 5, "kept": 0, "unkept": 5}
+        assert (stats.puts, stats.unkept) == (0, 5)
+        assert caplog.text.count("does not keep what it is given (1 pages): it does not say why") == 1
+        full.keeps = True
+        assert calls.put({b"5": bytes(2500)}) == (True,)
+        assert calls.client.stats().nodes[0].counters["kept"] == 1
+        full.hang()
+        answers = [calls.begin() for _ in range(15)]
+        for number, answer in enumerate(answers):
+            calls.client.put("group", [(b"%d" % number, [bytes(1000)])], answer.on_done)
+        full.free.set()
+        for answer in answers:
+            answer.wait()
+        until(lambda: calls.client.stats().nodes[0].counters["unkept"] == 10)
+        assert calls.client.stats().nodes[0].counters["dropped"] == 5
+    # The others, at the end.
+    lines = [record.getMessage() for record in caplog.records if "given" in record.getMessage()]
+    assert [line.partition("(")[2].partition(")")[0] for line in lines] == ["1 pages", "1 pages", "4 pages", "4 pages"]
+    assert "bytes wait to be written, of 10,000 that may" in lines[1]
+    with opened(full, other) as calls:
+        for trouble, group in (("refuse", 0), (None, 9)):
+            full.trouble = other.trouble = trouble
+            assert calls.put({b"%d" % group: b"1"}) == (trouble is None,)
+        stats = calls.client.stats()
+        assert sum(node.counters.get("unkept", 0) for node in stats.nodes) == 1
+        assert sum(node.counters.get("refused", 0) for node in stats.nodes) == 0
+
+
+def test_a_node_that_knows_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    class Knowing(ScriptedNode):
+        why_unkept = "its memory is full"
+
+    node = Knowing("100%s")
+    node.keeps = False
+    with opened(node) as calls:
+        calls.put({b"a": b"1"})
+    assert "node 100%s does not keep what it is given (1 pages): its memory is full" in caplog.text
+
+
+def test_damaged_records_are_counted_and_told_of_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    node = ScriptedNode()
+    with opened(node) as calls:
+        for number in range(20):
+            node.values[b"%d" % number] = b"nonsense"
+            assert calls.get({b"%d" % number: 1}) == {b"%d" % number: None}
+            # Before the call has ended for good, and for everybody.
+            assert calls.client.stats().corrupt == number + 1
+    lines = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
+    assert [line.partition("(")[2] for line in lines] == ["1)", "19)"]
+
+
+def test_a_notice_is_written_at_once_and_then_at_most_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    now_s = 0.0
+    notice = Notice("%(count)s for %(why)s", every_s=60.0, clock=lambda: now_s)
+    with caplog.at_level(logging.WARNING):
+        for now_s in (0.0, 1.0, 59.0, 60.0, 61.0):
+            notice.add(2, f"reason {now_s:g}")
+        now_s = 119.0
+        notice.tell()
+        assert [record.getMessage() for record in caplog.records] == ["2 for reason 0", "6 for reason 60"]
+        now_s = 120.0
+        notice.tell()
+        notice.tell(at_the_end=True)
+    assert [record.getMessage() for record in caplog.records[2:]] == ["2 for reason 61"]
