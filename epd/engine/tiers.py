@@ -113,6 +113,7 @@ def _bridge(
             timeout_s=config.kv_store_timeout_s,
             ttl_s=config.kv_store_ttl_s,
             value_bytes=lambda key: layout.full_page_bytes if key[:1] == b"f" else layout.window_page_bytes,
+            largest_bytes=max(layout.full_page_bytes, layout.window_page_bytes),
         )
     except (OSError, ValueError, NodeFailed) as error:
         raise ValueError(f"engine.kv_store is {without_password(config.kv_store)!r}: {error}") from error

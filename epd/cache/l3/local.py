@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,8 @@ _SEGMENTS: Final = 16
 _COLD_SEGMENTS: Final = 512
 _FEWEST_SEGMENTS: Final = 4
 _LEAST_SEGMENT_BYTES: Final = 1 << 16
+# What a segment holds beside a value: names, and what vouches for it.
+_RECORD_ROOM_BYTES: Final = 4096
 _PROMOTE_BYTES: Final = 1 << 20
 _MAX_PROMOTIONS: Final = 4096
 _MAX_USES: Final = 1 << 16
@@ -56,21 +59,32 @@ class LocalNode:
         memory_bytes: int,
         disk_bytes: int,
         segment_bytes: int | None = None,
+        largest_bytes: int = 0,
     ) -> None:
         """Makes the directories, and learns what is there. Without `cold_root` there is no cold shelf.
 
         `memory_bytes` and `disk_bytes` bound the files in them; `segment_bytes`, the largest value and what is moved
-        and evicted at once, follows from these unless given. Raises NodeFailed for a directory that cannot be used.
+        and evicted at once, follows from these unless given; it has room for `largest_bytes` in one value. Raises
+        NodeFailed for a directory that cannot be used, and for too little memory.
         """
         if memory_bytes < _FEWEST_SEGMENTS * _LEAST_SEGMENT_BYTES:
             raise NodeFailed(
                 f"a local KV store of {memory_bytes} bytes of memory; allowed: "
                 f"{_FEWEST_SEGMENTS * _LEAST_SEGMENT_BYTES} and more"
             )
+        need_bytes = largest_bytes + _RECORD_ROOM_BYTES if largest_bytes else 0
+        if need_bytes * _FEWEST_SEGMENTS > memory_bytes:
+            raise NodeFailed(
+                f"a local KV store of {memory_bytes:,} bytes of memory keeps no value of {largest_bytes:,} bytes; "
+                f"allowed: engine.kv_store_memory_bytes of {need_bytes * _FEWEST_SEGMENTS:,} and more, or less of "
+                "engine.kv_store_io_bytes"
+            )
         self._hot_root, self._cold_root = hot_root, cold_root if disk_bytes else None
         self._memory_bytes, self._disk_bytes = memory_bytes, disk_bytes
         if segment_bytes is None:
-            wanted_bytes = max(memory_bytes // _SEGMENTS, disk_bytes // _COLD_SEGMENTS, _LEAST_SEGMENT_BYTES)
+            wanted_bytes = max(
+                memory_bytes // _SEGMENTS, disk_bytes // _COLD_SEGMENTS, _LEAST_SEGMENT_BYTES, need_bytes
+            )
             segment_bytes = min(wanted_bytes, memory_bytes // _FEWEST_SEGMENTS)
         self._segment_bytes = segment_bytes
         self._counters: Counter[str] = Counter()
@@ -362,4 +376,6 @@ class LocalNode:
         try:
             yield
         except OSError as error:
-            raise NodeFailed(f"cannot {what} the local KV store in {self._hot_root}: {error.strerror}") from error
+            place = self._hot_root if self._cold_root is None else self._cold_root
+            where = f" ({error.filename})" if isinstance(error.filename, str | os.PathLike) else ""
+            raise NodeFailed(f"cannot {what} the local KV store in {place}: {error.strerror}{where}") from error

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -24,6 +25,7 @@ from epd.cache.l3.address import check_store, redis_nodes
 from epd.cache.l3.base import NodeFailed, StoreNode
 from epd.cache.l3.client import StoreClient
 from epd.cache.l3.local import LocalNode
+from epd.cache.l3.shelf import make_private
 
 __all__ = ["cold_root", "hot_root", "noted_directory", "open_local", "open_store"]
 
@@ -48,16 +50,23 @@ def open_store(
     timeout_s: float,
     ttl_s: float | None,
     value_bytes: Callable[[bytes], int] | None = None,
+    largest_bytes: int = 0,
 ) -> StoreClient:
     """The store that `url` names. Bytes bound a local one, `ttl_s` the age of what servers keep unread.
 
+    `largest_bytes` is the size of the largest value, if it is known: a local store that has no room for it is refused.
     For the others see StoreClient. Raises ValueError for another kind of URL, NodeFailed for a store that cannot be
     used; a server that does not answer is no reason.
     """
     check_store(url)
     scheme, _, rest = url.partition(":")
     if scheme == "local":
-        node = open_local(Path(rest) if rest else _cache_dir(), memory_bytes=memory_bytes, disk_bytes=disk_bytes)
+        node = open_local(
+            Path(rest) if rest else _cache_dir(),
+            memory_bytes=memory_bytes,
+            disk_bytes=disk_bytes,
+            largest_bytes=min(io_bytes, largest_bytes),
+        )
         return StoreClient(
             [node], io_bytes=io_bytes, timeout_s=max(timeout_s, _LOCAL_TIMEOUT_S), value_bytes=value_bytes
         )
@@ -91,8 +100,10 @@ def open_store(
     raise ValueError(f"{scheme!r} is no kind of store")
 
 
-def open_local(directory: Path, *, memory_bytes: int, disk_bytes: int) -> LocalNode:
-    """This process's part in the local store of a directory. Raises NodeFailed."""
+def open_local(directory: Path, *, memory_bytes: int, disk_bytes: int, largest_bytes: int = 0) -> LocalNode:
+    """This process's part in the local store of a directory. Raises NodeFailed, and leaves nothing in shared memory."""
+    if disk_bytes:
+        _check_directory(directory)
     try:
         space = os.statvfs(SHARED_MEMORY)
     except OSError as error:
@@ -105,13 +116,40 @@ def open_local(directory: Path, *, memory_bytes: int, disk_bytes: int) -> LocalN
             memory_bytes >> 20,
             SHARED_MEMORY,
         )
-    node = LocalNode(
-        hot_root(directory), cold_root(directory), memory_bytes=min(memory_bytes, most_bytes), disk_bytes=disk_bytes
-    )
+    was_there = hot_root(directory).exists()
+    try:
+        node = LocalNode(
+            hot_root(directory),
+            cold_root(directory),
+            memory_bytes=min(memory_bytes, most_bytes),
+            disk_bytes=disk_bytes,
+            largest_bytes=largest_bytes,
+        )
+    except NodeFailed:
+        if not was_there:
+            shutil.rmtree(hot_root(directory), ignore_errors=True)
+        raise
     # For people who look for stores; whether it can be written is of no matter to the store.
     with contextlib.suppress(OSError):
         (hot_root(directory) / _NOTE).symlink_to(os.path.realpath(directory.expanduser()))
     return node
+
+
+def _check_directory(directory: Path) -> None:
+    """Make what is needed on disk. Raises NodeFailed, naming the directory as its user did."""
+    root, fault = cold_root(directory), ""
+    try:
+        make_private(root)
+        if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
+            fault = f"{root} cannot be written"
+    except OSError as error:
+        fault = f"{error.filename}: {error.strerror}"
+    except NodeFailed as error:
+        fault = str(error)
+    if fault:
+        raise NodeFailed(
+            f"a local KV store needs a directory that can be written, or be made, and {directory} is none ({fault})"
+        )
 
 
 def noted_directory(root: Path) -> Path | None:

@@ -23,7 +23,7 @@ from typing import Final
 from epd.cache.l3.base import NodeFailed, NodeTimedOut
 from epd.cache.l3.segment import SUFFIX, Segment, SegmentDamaged
 
-__all__ = ["Shelf", "StoreLock"]
+__all__ = ["Shelf", "StoreLock", "make_private"]
 
 logger = logging.getLogger(__name__)
 

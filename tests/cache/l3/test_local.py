@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from epd.cache.l3 import local as local_module
+from epd.cache.l3 import open as open_module
 from epd.cache.l3.base import NodeFailed
 from epd.cache.l3.catalogue import Catalogue
 from epd.cache.l3.client import StoreClient
@@ -587,6 +589,63 @@ def test_too_little_memory_is_refused(place: Place) -> None:
         place.open(memory=1000)
 
 
+@pytest.mark.parametrize("where", ["file", "below a file", "proc", "unwritable", "foreign"])
+def test_a_directory_that_is_none_is_named_and_nothing_is_left_in_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    monkeypatch.setattr(open_module, "SHARED_MEMORY", shared)
+    directory = tmp_path / "kv"
+    if where in ("file", "below a file"):
+        directory.write_bytes(b"")
+        directory = directory if where == "file" else directory / "deep"
+    elif where == "proc":
+        directory = Path("/proc/kv")
+    elif where == "unwritable":
+        cold_root(directory).mkdir(parents=True)
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
+    else:
+        directory.mkdir()
+        cold_root(directory).symlink_to(tmp_path)
+    with pytest.raises(NodeFailed, match=f"needs a directory that can be written.*and {directory} is none") as refused:
+        open_local(directory, memory_bytes=1 << 20, disk_bytes=1 << 20)
+    assert str(shared) not in str(refused.value)
+    assert list(shared.iterdir()) == []
+
+
+def test_a_start_that_fails_later_leaves_nothing_in_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    monkeypatch.setattr(open_module, "SHARED_MEMORY", shared)
+
+    def fails(path: Path) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(local_module, "Deaths", fails)
+        with pytest.raises(NodeFailed, match=f"cannot open the local KV store in {tmp_path}/kv/.*No space left"):
+            open_local(tmp_path / "kv", memory_bytes=1 << 20, disk_bytes=1 << 20)
+        assert list(shared.iterdir()) == []
+    node = open_local(tmp_path / "kv", memory_bytes=1 << 20, disk_bytes=1 << 20)
+    # One that is there stays.
+    with pytest.raises(NodeFailed, match=r"of 1,048,576 bytes of memory keeps no value of 300,000 bytes; allowed: eng"):
+        open_local(tmp_path / "kv", memory_bytes=1 << 20, disk_bytes=1 << 20, largest_bytes=300_000)
+    assert node.exists([b"a"], timeout_s=1) == [False]
+    node.close()
+
+
+def test_segments_have_room_for_the_largest_value(place: Place) -> None:
+    largest = 250_000
+    node = LocalNode(place.hot, place.cold, memory_bytes=1 << 20, disk_bytes=1 << 20, largest_bytes=largest)
+    assert list(node.put([(name(0), [bytes(largest)]), (name(1), [bytes(300_000)])], timeout_s=5)) == [True, False]
+    assert "a value of 300,0" in node.why_unkept
+    assert "engine.kv_store_memory_bytes" in node.why_unkept
+    node.close()
+
+
 def test_urls(tmp_path: Path) -> None:
     settings = {"memory_bytes": 1 << 20, "disk_bytes": 1 << 20, "io_bytes": 4096, "timeout_s": 0.05, "ttl_s": None}
     directory = tmp_path / "some" / "where"
@@ -603,7 +662,7 @@ def test_urls(tmp_path: Path) -> None:
         assert hot_root(directory) != hot_root(tmp_path)
     finally:
         shutil.rmtree(hot_root(directory), ignore_errors=True)
-    with pytest.raises(ValueError, match="but not"):
+    with pytest.raises(ValueError, match=r"allowed: local, local:/DIR, redis"):
         open_store("ftp://host", **settings)  # type: ignore[arg-type]
 
 
