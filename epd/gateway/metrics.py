@@ -65,8 +65,9 @@ COUNTER_TEXTS = {
 }
 # And those that come in several, by a label: tiers, pools, directions, nodes of the store.
 LABELLED_TEXTS = {
-    "cache_hit_tokens_total": "Prompt tokens at admissions by where their KV was: device (l1), host memory (l2), store "
-    "(l3); and those run again through part of the layers (healed)",
+    "cache_hit_tokens_total": "Prompt tokens at admissions by where the full pages of their KV were: device (l1), host "
+    "memory (l2), store (l3: fetched for this request, alone or with others); and those run again through part of the "
+    "layers (healed). Windows are not counted, nor is what a request fetched that did not get that far",
     "host_pool_pages": "Pages of the host tier by pool and state: free, filling (a copy or the store writes them), "
     "pinned (somebody reads them), evictable, doomed (condemned while in use)",
     "host_evicted_pages_total": "Pages evicted from the host tier",
@@ -80,7 +81,8 @@ LABELLED_TEXTS = {
     "store_puts_total": "Pages for the store by node and result: kept, refused (the node is full, or they are too "
     "large for it), dropped (too many waited for it), failed (the node failed, was left alone or took too long)",
     "store_bytes_total": "Bytes read from and written to the store",
-    "store_corrupt_total": "Pages from the store that were not what was put, by their checksums",
+    "store_corrupt_total": "Pages from the store that were not what was put, by their checksums; counted when they "
+    "are read, and not for a request that has stopped waiting",
     "store_timeouts_total": "Calls of the store that took too long",
     "store_failures_total": "Calls that a node of the store could not do",
     "store_seconds_total": "Time in calls of the store, by kind of call",

@@ -57,7 +57,10 @@ def test_both_tiers_are_told_of_at_the_start(
             {"host_budget_bytes": 1 << 50},
             r"engine\.host_budget_bytes is 1,125,.* bytes cannot be had beside engine\.kv_b",
         ),
-        ({"kv_store": "local:/proc/nowhere"}, r"engine\.kv_store is 'local:/proc/nowhere': a local KV store needs a directory that"),
+        (
+            {"kv_store": "local:/proc/nowhere"},
+            r"engine\.kv_store is 'local:/proc/nowhere': a local KV store needs a directory that can be written",
+        ),
         (
             {"kv_store": "local", "kv_store_memory_bytes": 1 << 50},
             r"engine\.kv_store_memory_bytes is 1,125,.*; allowed: less than /dev/shm has, [0-9,]+ \(docker",

@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 _FAILURES_IN_A_ROW: Final = 2
 _FIRST_PAUSE_S: Final = 0.25
-_LONGEST_PAUSE_S: Final = 10.0
+# A server that is back is in use within twice this, should the first probe find it busy.
+_LONGEST_PAUSE_S: Final = 5.0
 
 
 class Breaker:

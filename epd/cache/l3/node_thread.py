@@ -252,6 +252,8 @@ class NodeThread:
                 self.counters["get_bytes"] += record.nbytes
             if not job.land(slices[position], record, self._io_bytes):
                 damaged.append(slices[position].key)
+                # At once: whoever is told of its key may look at the count next.
+                self.counters["corrupt"] += 1
 
         with self._call("get", timeout_s) as call:
             self._node.get([piece.key for piece in slices], sink, timeout_s=timeout_s)
@@ -259,7 +261,6 @@ class NodeThread:
             if position not in landed:
                 job.land(piece, None, self._io_bytes)
         if damaged:
-            self.counters["corrupt"] += len(damaged)
             self._notices.damaged.add(len(damaged))
             self._forget_damaged(damaged)
         return call.worked

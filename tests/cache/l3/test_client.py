@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import threading
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from epd.cache.l3.breaker import Breaker
 from epd.cache.l3.client import StoreClient
 from epd.cache.l3.notices import Notice
 from epd.cache.l3.placement import Placement
@@ -447,3 +449,18 @@ def test_a_notice_is_written_at_once_and_then_at_most_once_in_a_while(caplog: py
         notice.tell()
         notice.tell(at_the_end=True)
     assert [record.getMessage() for record in caplog.records[2:]] == ["2 for reason 61"]
+
+
+def test_a_node_that_stays_away_is_tried_every_few_seconds_and_no_less() -> None:
+    now_s = 0.0
+    breaker = Breaker("node", lambda: now_s)
+    breaker.trip("gone")
+    probes = []
+    while now_s < 60.0:
+        if breaker.probes():
+            probes.append(now_s)
+            breaker.failed("still gone")
+        now_s += 0.25
+    pauses = [after - before for before, after in itertools.pairwise(probes)]
+    assert pauses[:4] == [0.5, 1.0, 2.0, 4.0]
+    assert set(pauses[4:]) == {5.0}
