@@ -62,8 +62,8 @@ def stats(
 
     Of embeddings: bytes by state, users, hits. Of KV: bytes in memory and on disk, pages, ages. Reads only; servers do
     not notice. What was found, missed or damaged is counted by those who asked: with --url it is told, by tier (l1 the
-    device, l2 the host's memory, l3 the store, healed), with pages by state and, of each store node, its breaker and the pages it
-    did not keep.
+    device, l2 the host's memory, l3 the store, healed), with pages by state and, of each store node, its breaker and
+    the pages it did not keep.
     Exit code 1 when there is nothing to show.
 
     Example: mimo cache stats --json

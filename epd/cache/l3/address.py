@@ -96,7 +96,7 @@ def redis_name(url: str) -> str:
     _check_options(options, _TLS_OPTIONS if parts.scheme == "rediss" else (), f"of {parts.scheme}://")
     for name, allowed in _TLS_VALUES.items():
         if options.get(name, allowed[0]).lower() not in allowed:
-            raise ValueError(f"{name} of a Redis server's address has a strange value; allowed: {_listed(allowed)}")
+            raise ValueError(f"{name} of a Redis server's address has a strange value, and not {_listed(allowed)}")
     return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{port}/{database}"
 
 
@@ -107,12 +107,12 @@ def mooncake_parts(url: str) -> tuple[str, int, dict[str, str]]:
         raise ValueError("the address of a Mooncake store is mooncake://MASTER:PORT[?OPTION=VALUE]")
     host, port = _host(parts), _port(parts)
     if port is None:
-        raise ValueError(f"the address of a Mooncake store has no port; allowed: {_PORTS}")
+        raise ValueError(f"the address of a Mooncake store has no port, of {_PORTS}")
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     _check_options(options, MOONCAKE_OPTIONS, "of a Mooncake store")
     protocol = options.get("protocol", "tcp")
     if protocol not in ("tcp", "rdma"):
-        raise ValueError(f"protocol of a Mooncake store is {protocol!r}; allowed: tcp, rdma")
+        raise ValueError(f"protocol of a Mooncake store is {protocol!r}, and not tcp or rdma")
     for name, least in (("replicas", 1), ("lend_bytes", 0)):
         text = options.get(name, str(least))
         if not (_is_number(text) and int(text) >= least):
@@ -148,13 +148,13 @@ def _port(parts: SplitResult) -> int | None:
         # What stands there may be a piece of a password that holds a slash.
         text = parts.netloc.rpartition(":")[2]
         shown = f" is {text}" if _is_number(text) else ""
-        raise ValueError(f"the port of an address {parts.scheme}://{shown or ' is no number'}; allowed: {_PORTS}")
+        raise ValueError(f"the port of an address {parts.scheme}://{shown or ' is no number'}, but ports are {_PORTS}")
     return port
 
 
 def _database(text: str) -> int:
     if not _is_number(text):
-        raise ValueError("the database in a Redis server's address is no whole number; allowed: 0, 1, ...")
+        raise ValueError("the database in a Redis server's address is no whole number")
     return int(text)
 
 
