@@ -131,6 +131,7 @@ def test_a_full_server_keeps_nothing_and_says_so(tmp_path: Path) -> None:
         kept = put(node, *((b"%d" % number, bytes(1 << 20)) for number in range(6)))
         assert kept[0] is True
         assert kept[-1] is False
+        assert "its memory is full" in node.why_unkept
         assert got(node, b"0") == [bytes(1 << 20)]
         assert got(node, b"5") == [None]
         assert isinstance(node, Tended)
