@@ -30,6 +30,10 @@ class Belief:
         confirmed_s = None if confirmed is None else confirmed.get(key)
         return confirmed_s is not None and now_s - confirmed_s < self._lifetime_s
 
+    def is_older(self, place: str, key: bytes, since_s: float) -> bool:
+        """Whether the last sign of a key that is believed to be there came before `since_s`."""
+        return self._places[place][key] < since_s
+
     def confirm(self, place: str, keys: Iterable[bytes], now_s: float) -> None:
         """The store took them, gave them, or says that it has them."""
         confirmed = self._places.setdefault(place, OrderedDict())

@@ -65,6 +65,8 @@ class BridgeSettings:
     touch_keys: int = 256
     max_queued_pages: int = 4096
     """Pages waiting to be written to one node; more are given up."""
+    recheck_s: float = 30.0
+    """Whether a page that is saved again is still in the store is asked so long after the last sign of it."""
     max_believed_keys: int = 1 << 17
     """Keys of each node that are believed to be there."""
 
@@ -72,7 +74,7 @@ class BridgeSettings:
         for name in _NUMBERS:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: at least 1")
-        for name in ("prefetch_timeout_s", "prefetch_page_timeout_s", "lease_s", "ttl_s"):
+        for name in ("prefetch_timeout_s", "prefetch_page_timeout_s", "lease_s", "ttl_s", "recheck_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: not negative")
         if self.heal_pages is not None and self.heal_pages < 0:
@@ -85,7 +87,8 @@ class BridgeStats:
 
     `prefetch`: begun, hit, partial, miss, timeout, no_room, aborted (each prefetch has one of these six outcomes),
     fetched_pages, shortfalls, shortened, leases_expired, asks, asked_keys. `incoming`: asked, shared, published,
-    discarded. `writeback`: puts, written, refused, known, dropped, evicted. `keepalive`: batches, touches,
+    discarded. `writeback`: puts, written, refused, known, dropped, evicted,
+    rechecked, lost. `keepalive`: batches, touches,
     chains_dropped.
     """
 
@@ -163,6 +166,7 @@ class StoreBridge:
             batch_pages=settings.write_pages,
             batch_bytes=settings.write_bytes,
             max_queued_pages=settings.max_queued_pages,
+            recheck_s=settings.recheck_s,
         )
 
     @property

@@ -7,6 +7,9 @@
 A chain with a hole is worth nothing beyond it, so pages go in path order: the beginnings first, windows last, and where
 there is no room the ends stay behind. Pages are pinned only while a put reads them: what waits may be evicted, and a
 store that is slow never keeps host memory.
+
+What the store is believed to hold is not written again. Of what was not heard of for a while the store is asked first:
+somebody may have emptied it, or it evicted pages that are hot above and so never read.
 """
 
 from __future__ import annotations
@@ -21,12 +24,14 @@ from epd.cache.keys import KEY_BYTES
 from epd.cache.l3.notices import NodeNotices
 from epd.cache.tiers.belief import Belief
 from epd.cache.tiers.inbox import Inbox
-from epd.cache.tiers.ports import HostPools, PageKind, PageStore, PageView, store_key
+from epd.cache.tiers.ports import KINDS, HostPools, PageKind, PageStore, PageView, store_key
 
 __all__ = ["WriteBack"]
 
 _MAX_BATCHES: Final = 2
 """Puts under way to one place: one that is written, one that waits for it."""
+
+_RECHECK_PATIENCE_S: Final = 2.0
 
 _Page = tuple[PageKind, bytes]
 
@@ -63,8 +68,10 @@ class WriteBack:
         batch_pages: int,
         batch_bytes: int,
         max_queued_pages: int,
+        recheck_s: float,
     ) -> None:
-        """A put has `batch_pages` and about `batch_bytes` at most; `max_queued_pages` wait for each place."""
+        """A put has `batch_pages` and about `batch_bytes` at most; `max_queued_pages` wait for each place. What was
+        not heard of for `recheck_s` is asked about before it is taken for written."""
         self._store = store
         self._pools = pools
         self._view = view
@@ -74,6 +81,10 @@ class WriteBack:
         self._batch_pages = batch_pages
         self._batch_bytes = batch_bytes
         self._max_queued_pages = max_queued_pages
+        self._recheck_s = recheck_s
+        # Places with a question under way.
+        self._rechecking: set[str] = set()
+        self._is_stopped = False
         self._lanes: dict[str, _Lane] = {}
         self._flying: Counter[_Page] = Counter()
         # Condemned while a put was reading them: discarded in the store once it has them.
@@ -94,16 +105,21 @@ class WriteBack:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._flying) or any(lane.queued for lane in self._lanes.values())
+        return bool(self._flying or self._rechecking) or any(lane.queued for lane in self._lanes.values())
 
     def saved(self, keys_full: Sequence[bytes], keys_window: Sequence[bytes], group: str) -> None:
         """These host pages, each list in path order, became ready. Queues what the store is not believed to hold."""
         place, now_s = self._store.place(group), self._clock()
         lane = self._lanes.setdefault(place, _Lane())
         chain = _Chain(group)
+        doubtful: list[_Page] = []
         for page in _pages(keys_full, keys_window):
-            if page in lane.queued or self._flying[page] or self._belief.holds(place, store_key(*page), now_s):
+            if page in lane.queued or self._flying[page]:
                 self.counters["known"] += 1
+            elif self._belief.holds(place, name := store_key(*page), now_s):
+                self.counters["known"] += 1
+                if self._belief.is_older(place, name, now_s - self._recheck_s):
+                    doubtful.append(page)
             elif len(lane.queued) >= self._max_queued_pages:
                 self._drop(place, 1)
                 self._notices_of(place).dropped.add(1, f"{len(lane.queued):,} pages wait to be written, as many as may")
@@ -112,6 +128,8 @@ class WriteBack:
                 lane.queued.add(page)
         if chain.pages:
             lane.chains.append(chain)
+        if doubtful and place not in self._rechecking:
+            self._recheck(place, group, doubtful)
 
     def pump(self) -> None:
         """Put what may go now."""
@@ -133,11 +151,36 @@ class WriteBack:
 
     def stop(self) -> None:
         """Begin nothing more."""
+        self._is_stopped = True
         for place, lane in self._lanes.items():
             if lane.queued:
                 self._drop(place, len(lane.queued))
             lane.chains.clear()
             lane.queued.clear()
+
+    def _recheck(self, place: str, group: str, pages: Sequence[_Page]) -> None:
+        """Ask whether they are still there, and save what is not."""
+        deadline_s = self._clock() + _RECHECK_PATIENCE_S
+        names = [store_key(*page) for page in pages]
+        self._rechecking.add(place)
+        self.counters["rechecked"] += len(pages)
+
+        def answered(there: tuple[bool, ...]) -> None:
+            self._rechecking.discard(place)
+            now_s = self._clock()
+            self._belief.confirm(place, (name for name, is_there in zip(names, there, strict=True) if is_there), now_s)
+            # After that time a no may be no more than the lack of an answer.
+            if self._is_stopped or now_s >= deadline_s:
+                return
+            lost = [page for page, is_there in zip(pages, there, strict=True) if not is_there]
+            self._belief.forget(place, (store_key(*page) for page in lost))
+            self.counters["lost"] += len(lost)
+            full, window = ([key for kind, key in lost if kind == wanted] for wanted in KINDS)
+            self.saved(full, window, group)
+
+        self._store.exists(
+            group, names, deadline_s=deadline_s, on_done=lambda there: self._inbox.post(partial(answered, there))
+        )
 
     def _drop(self, place: str, num_pages: int) -> None:
         self.counters["dropped"] += num_pages

@@ -227,3 +227,44 @@ def test_closing_in_the_middle_of_everything_holds_nothing() -> None:
     assert not world.prefetch("b", other)
     world.bridge.saved(KEYS, KEYS, "g")
     world.bridge.poll()
+
+
+def test_what_the_store_has_lost_is_written_again_when_it_is_saved_again() -> None:
+    world = BridgeWorld()
+    world.computes(KEYS)
+    world.settle()
+    world.store.values.clear()
+    world.bridge.saved(KEYS, KEYS, "g")
+    world.settle()
+    assert not world.store.values, "it was heard of a moment ago"
+    world.now_s += 31.0
+    world.bridge.saved(KEYS, KEYS, "g")
+    world.settle()
+    world.check_quiet()
+    assert len(world.store.values) == 24
+    counters = world.bridge.bridge_stats().writeback
+    assert (counters["rechecked"], counters["lost"]) == (24, 24)
+
+
+def test_what_is_still_there_is_asked_about_once_in_a_while_and_not_written() -> None:
+    world = BridgeWorld()
+    world.computes(KEYS)
+    world.settle()
+    world.now_s += 31.0
+    for _ in range(3):
+        world.bridge.saved(KEYS, KEYS, "g")
+        world.settle()
+    assert len(put_names(world)) == 24
+    assert world.bridge.bridge_stats().writeback["rechecked"] == 24
+
+
+def test_a_store_that_does_not_answer_in_time_is_not_taken_for_empty() -> None:
+    world = BridgeWorld()
+    world.computes(KEYS)
+    world.settle()
+    world.now_s += 31.0
+    world.bridge.saved(KEYS, KEYS, "g")
+    world.store.values.clear()
+    world.now_s += 3.0
+    world.settle()
+    assert len(put_names(world)) == 24
