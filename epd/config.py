@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from epd.cache.l3.address import check_store
+from epd.store_address import check_store
 from epd.types import Role
 from preprocess.config import FetchLimits
 

@@ -27,8 +27,8 @@ from typing import Any, Final
 
 import msgspec
 
-from epd.cache.l3.address import mooncake_parts
 from epd.cache.l3.base import Buffer, NodeFailed, NodeTimedOut, NodeUsage, Sink
+from epd.store_address import mooncake_parts
 
 __all__ = ["MooncakeAddress", "MooncakeNode"]
 

@@ -21,11 +21,11 @@ from typing import Final
 
 import xxhash
 
-from epd.cache.l3.address import check_store, redis_nodes
 from epd.cache.l3.base import NodeFailed, StoreNode
 from epd.cache.l3.client import StoreClient
 from epd.cache.l3.local import LocalNode
 from epd.cache.l3.shelf import make_private
+from epd.store_address import check_store, redis_nodes
 
 __all__ = ["cold_root", "hot_root", "noted_directory", "open_local", "open_store"]
 

@@ -23,8 +23,8 @@ from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-from epd.cache.l3.address import REDIS_FORMS, redis_name
 from epd.cache.l3.base import Buffer, NodeFailed, NodeTimedOut, NodeUsage, Sink
+from epd.store_address import REDIS_FORMS, redis_name
 
 __all__ = ["RedisNode"]
 
