@@ -19,6 +19,8 @@ hypothesis.settings.load_profile("untimed")
 os.environ["MIMO_ENGINE__KV_STORE"] = ""
 _KV_STORE_DIR = tempfile.TemporaryDirectory(prefix="mimo-tests-kv-")
 os.environ["MIMO_KV_STORE_DIR"] = _KV_STORE_DIR.name
+_KV_STORE_DIR = tempfile.TemporaryDirectory(prefix="mimo-tests-kv-")
+os.environ["MIMO_KV_STORE_DIR"] = _KV_STORE_DIR.name
 # Servers of tests have a host tier like everybody's, and a store only where the test is about one: what one test
 # computed another would find.
 os.environ["MIMO_ENGINE__KV_STORE"] = ""

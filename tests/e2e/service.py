@@ -140,6 +140,9 @@ def running_service(log_dir: Path, *arguments: str) -> Iterator[Service]:
     log_path = log_dir / f"serve-{port}.log"
     command = [sys.executable, "-m", "cli", "serve", "--port", str(port), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    if "--role" not in arguments:
+        # A host tier like everybody's, and no store: what one test computed another would find.
+        environment["MIMO_ENGINE__KV_STORE"] = ""
     with (
         log_path.open("wb") as log,
         subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment) as process,
