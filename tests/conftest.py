@@ -14,16 +14,10 @@ from epd.cache.l3.open import hot_root
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
-# Set before anything is imported and for every process that the tests start. No server of a test keeps KV anywhere
-# unless the test says so with a flag, and then never where the user's own servers do.
-os.environ["MIMO_ENGINE__KV_STORE"] = ""
+# Set before anything is imported and for every process that the tests start: no store of a test is where the user's own
+# servers keep theirs.
 _KV_STORE_DIR = tempfile.TemporaryDirectory(prefix="mimo-tests-kv-")
 os.environ["MIMO_KV_STORE_DIR"] = _KV_STORE_DIR.name
-_KV_STORE_DIR = tempfile.TemporaryDirectory(prefix="mimo-tests-kv-")
-os.environ["MIMO_KV_STORE_DIR"] = _KV_STORE_DIR.name
-# Servers of tests have a host tier like everybody's, and a store only where the test is about one: what one test
-# computed another would find.
-os.environ["MIMO_ENGINE__KV_STORE"] = ""
 
 # A shell without job control starts what runs in its background with Ctrl-C ignored, which whatever the tests start
 # would inherit: then no test could interrupt anything.
