@@ -31,7 +31,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 def stats() -> list[dict[str, Any]]:
     done = subprocess.run([sys.executable, "-m", "cli", "cache", "stats", "--json"], cwd=ROOT, stdout=subprocess.PIPE)
-    found: list[dict[str, Any]] = json.loads(done.stdout)
+    found: list[dict[str, Any]] = json.loads(done.stdout)["embeddings"]
     return found
 
 
