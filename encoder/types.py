@@ -66,7 +66,8 @@ class EncodeRequest(msgspec.Struct, frozen=True, kw_only=True, tag="encode"):
     """Ask for the embedding of one medium. The content travels as the first tensor frame (uint8), never in here.
 
     `key` was computed by the sender from the content, the options and the encoder's own fingerprint. `inline` asks
-    for the rows as a tensor frame in the reply, for a reader that cannot map the arena (another host).
+    for the rows as a tensor frame in the reply, for a reader that cannot map the arena (another host). `traceparent`
+    (W3C) is the span this is a part of, and `tracestate` what comes with it; empty where nobody traces.
     """
 
     request_id: str
@@ -75,6 +76,8 @@ class EncodeRequest(msgspec.Struct, frozen=True, kw_only=True, tag="encode"):
     options: MediaOptions
     deadline_unix_s: float
     inline: bool = False
+    traceparent: str = ""
+    tracestate: str = ""
 
 
 class EncodeReply(msgspec.Struct, frozen=True, kw_only=True, tag="encoded"):

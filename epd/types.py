@@ -66,6 +66,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     cannot reach it. `num_emitted` counts output tokens of earlier attempts that are already part of `token_ids`; it
     offsets `TokenDelta.index` and the sampling position, so that a retried seed draws what the first attempt would have
     drawn. Prompts of one `session` probably begin alike; its KV is kept together. Empty where nobody said.
+    `traceparent` (W3C) is the span this is a part of, and `tracestate` what comes with it; empty where nobody traces.
     """
 
     request_id: str
@@ -78,6 +79,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_emitted: int = 0
     use_cache: bool = True
     session: str = ""
+    traceparent: str = ""
+    tracestate: str = ""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
