@@ -3,16 +3,18 @@
 Nothing below this module reads an environment variable or a file of settings.
 """
 
-import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from epd.gateway_config import FetchPolicy, GatewayConfig
+from epd.setting_checks import one_of, positive, seconds, within
 from epd.store_address import check_store
 from epd.types import Role
-from preprocess.config import FetchLimits
+
+__all__ = ["EngineConfig", "FetchPolicy", "GatewayConfig", "without_password"]
 
 # What matrices are stored as: converted on load, or quantised as in the files and dequantised at each use.
 WeightStorage = Literal["bfloat16", "float32", "keep"]
@@ -44,39 +46,11 @@ MIN_STORE_IO_BYTES = 64 << 10
 MAX_STORE_IO_BYTES = 64 << 20
 
 
-def _positive(owner: str, **values: float) -> None:
-    for name, value in values.items():
-        if value <= 0:
-            raise ValueError(f"{owner}.{name} is {value}; it must be greater than 0")
-
-
 def without_password(store: str) -> str:
     """Addresses of a store as they may be shown."""
     if store.startswith("local"):
         return store
     return _USER_INFO.sub("//(hidden)@", _PASSWORD_OPTION.sub(r"\1=(hidden)", store))
-
-
-def _seconds(owner: str, *, may_be_zero: bool, **values: float) -> None:
-    """Finite ones."""
-    for name, value in values.items():
-        if not (math.isfinite(value) and (value > 0 or (may_be_zero and value == 0))):
-            allowed = "0 or more" if may_be_zero else "more than 0"
-            raise ValueError(f"{owner}.{name} is {value}; allowed: {allowed} seconds")
-
-
-def _one_of(key: str, value: object, allowed: tuple[object, ...]) -> None:
-    """None among `allowed` is a setting left out: files have no word for it."""
-    if value not in allowed:
-        listed = ", ".join(str(choice) for choice in allowed if choice is not None)
-        raise ValueError(f"{key} is {value!r}; allowed: {listed}{', or leave it out' if None in allowed else ''}")
-
-
-def _within(key: str, value: int | None, least: int, most: int | None = None) -> None:
-    """None passes."""
-    if value is None or (value >= least and (most is None or value <= most)):
-        return
-    raise ValueError(f"{key} is {value:,}; allowed: {least:,} {'or more' if most is None else f'to {most:,}'}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,12 +131,12 @@ class EngineConfig:
     prefetch_page_timeout_s: float = 0.001
 
     def __post_init__(self) -> None:
-        _one_of("engine.weights", self.weights, (None, *get_args(WeightStorage)))
-        _one_of("engine.window_eviction", self.window_eviction, get_args(WindowEviction))
-        _one_of("engine.qkv_layout", self.qkv_layout, get_args(QkvLayout))
-        _one_of("engine.draft_tokens", self.draft_tokens, (None, *range(MAX_DRAFT_TOKENS + 1)))
-        _one_of("engine.dtype", self.dtype, tuple(DTYPE_BYTES))
-        _one_of("engine.attention", self.attention, get_args(Attention))
+        one_of("engine.weights", self.weights, (None, *get_args(WeightStorage)))
+        one_of("engine.window_eviction", self.window_eviction, get_args(WindowEviction))
+        one_of("engine.qkv_layout", self.qkv_layout, get_args(QkvLayout))
+        one_of("engine.draft_tokens", self.draft_tokens, (None, *range(MAX_DRAFT_TOKENS + 1)))
+        one_of("engine.dtype", self.dtype, tuple(DTYPE_BYTES))
+        one_of("engine.attention", self.attention, get_args(Attention))
         if _DEVICE.fullmatch(self.device) is None:
             raise ValueError(f"engine.device is {self.device!r}; allowed: cpu, cuda, cuda:0, cuda:1, ...")
         needed = _ATTENTION_NEEDS.get(self.attention)
@@ -171,11 +145,11 @@ class EngineConfig:
                 f"engine.attention is {self.attention!r}, which needs a device of type {needed}; engine.device is "
                 f"{self.device!r}"
             )
-        _within("engine.page_size", self.page_size, 1, MAX_PAGE_SIZE)
-        _within("engine.chunk_tokens", self.chunk_tokens, 1, MAX_CHUNK_TOKENS)
-        _within("engine.window_left", self.window_left, 0)
-        _within("engine.dense_retention_tokens", self.dense_retention_tokens, 0)
-        _positive(
+        within("engine.page_size", self.page_size, 1, MAX_PAGE_SIZE)
+        within("engine.chunk_tokens", self.chunk_tokens, 1, MAX_CHUNK_TOKENS)
+        within("engine.window_left", self.window_left, 0)
+        within("engine.dense_retention_tokens", self.dense_retention_tokens, 0)
+        positive(
             "engine",
             draft_max_batch_tokens=self.draft_max_batch_tokens,
             threads=self.threads,
@@ -193,21 +167,21 @@ class EngineConfig:
         self._check_tiers()
 
     def _check_tiers(self) -> None:
-        _within("engine.host_budget_bytes", self.host_budget_bytes, 0)
-        _within("engine.host_hit_threshold", self.host_hit_threshold, 1)
-        _positive(
+        within("engine.host_budget_bytes", self.host_budget_bytes, 0)
+        within("engine.host_hit_threshold", self.host_hit_threshold, 1)
+        positive(
             "engine",
             kv_store_memory_bytes=1 if self.kv_store_memory_bytes is None else self.kv_store_memory_bytes,
             kv_store_disk_bytes=self.kv_store_disk_bytes,
         )
-        _within("engine.kv_store_io_bytes", self.kv_store_io_bytes, MIN_STORE_IO_BYTES, MAX_STORE_IO_BYTES)
-        _seconds(
+        within("engine.kv_store_io_bytes", self.kv_store_io_bytes, MIN_STORE_IO_BYTES, MAX_STORE_IO_BYTES)
+        seconds(
             "engine",
             may_be_zero=False,
             kv_store_timeout_s=self.kv_store_timeout_s,
             kv_store_ttl_s=self.kv_store_ttl_s,
         )
-        _seconds(
+        seconds(
             "engine",
             may_be_zero=True,
             prefetch_timeout_s=self.prefetch_timeout_s,
@@ -222,97 +196,3 @@ class EngineConfig:
                 f"engine.kv_store is {without_password(self.kv_store)!r} and engine.host_budget_bytes is 0; allowed: "
                 "more than 0 with a store, since KV passes through the host's memory on its way"
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchPolicy:
-    """What may be fetched for a client. `media_roots` opens file: URLs under these folders only."""
-
-    media_roots: tuple[Path, ...] = ()
-    allow_private_addresses: bool = False
-    max_bytes: int = 256 << 20
-    timeout_s: float = 20.0
-    # For one connection to come about, and between two pieces of an answer.
-    stall_timeout_s: float = 10.0
-    # Downloads at a time: of all requests together, and of one.
-    max_concurrency: int = 256
-    max_concurrency_per_request: int = 64
-
-    def __post_init__(self) -> None:
-        _positive(
-            "fetch",
-            max_bytes=self.max_bytes,
-            timeout_s=self.timeout_s,
-            stall_timeout_s=self.stall_timeout_s,
-            max_concurrency=self.max_concurrency,
-            max_concurrency_per_request=self.max_concurrency_per_request,
-        )
-
-    @property
-    def limits(self) -> FetchLimits:
-        """In the fetcher's own terms."""
-        return FetchLimits(
-            max_bytes=self.max_bytes,
-            timeout_s=self.timeout_s,
-            stall_timeout_s=self.stall_timeout_s,
-            allow_private_addresses=self.allow_private_addresses,
-            media_roots=self.media_roots,
-            max_concurrency=self.max_concurrency,
-            max_concurrency_per_request=self.max_concurrency_per_request,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayConfig:
-    """The HTTP side. Addresses are ZMQ endpoints (`ipc://` or `tcp://`), one per process of the stage."""
-
-    model_dir: Path
-    model_name: str
-    host: str = "127.0.0.1"
-    port: int = 8000
-    encoders: tuple[str, ...] = ()
-    prefill: tuple[str, ...] = ()
-    decode: tuple[str, ...] = ()
-    fetch: FetchPolicy = field(default_factory=FetchPolicy)
-    max_body_bytes: int = 512 << 20
-    # How long a client may send nothing of its body, and how long a small body may take in all.
-    body_timeout_s: float = 30.0
-    max_messages: int = 2048
-    # Content parts and tool calls of all messages together, and the media among them.
-    max_parts: int = 2048
-    max_media: int = 256
-    max_inflight: int = 256
-    request_timeout_s: float = 300.0
-    heartbeat_s: float = 0.5
-    # Shorter than `EngineConfig.peer_timeout_s`: the gateway gives a silent worker up before the worker gives it up.
-    worker_timeout_s: float = 15.0
-    # How long a request waits for a stage that is down, at admission and before each further attempt. A killed stage is
-    # missed at once and is back within this time unless the machine is very busy; clients are told to come back then.
-    restart_wait_s: float = 12.0
-    # How long answers may go on after the signal to stop; shorter than `SupervisorConfig.drain_s`, after which the
-    # supervisor kills. What has not ended by then is ended with an error.
-    drain_s: float = 10.0
-    max_attempts: int = 3
-    default_max_tokens: int = 512
-    api_keys: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        _positive(
-            "gateway",
-            max_body_bytes=self.max_body_bytes,
-            body_timeout_s=self.body_timeout_s,
-            max_messages=self.max_messages,
-            max_parts=self.max_parts,
-            max_media=self.max_media,
-            max_inflight=self.max_inflight,
-            request_timeout_s=self.request_timeout_s,
-            heartbeat_s=self.heartbeat_s,
-            worker_timeout_s=self.worker_timeout_s,
-            restart_wait_s=self.restart_wait_s,
-            max_attempts=self.max_attempts,
-            default_max_tokens=self.default_max_tokens,
-        )
-        if self.drain_s < 0:
-            raise ValueError(f"gateway.drain_s is {self.drain_s}; it must not be negative")
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"gateway.port is {self.port}; allowed: 0 to 65535")

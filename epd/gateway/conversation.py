@@ -13,16 +13,15 @@ import msgspec
 from epd.errors import InvalidRequest
 from epd.gateway.answer import THINK_CLOSE, THINK_OPEN
 from epd.gateway.json_text import depth_at_most, json_fault
-from epd.gateway.schema import (
+from epd.gateway.schema import ChatBody, ReasoningEffort
+from epd.gateway.schema_parts import (
     AssistantMessage,
     AudioPart,
-    ChatBody,
     ImageOptions,
     ImagePart,
     InputAudio,
     InputAudioPart,
     Message,
-    ReasoningEffort,
     TextPart,
     ToolMessage,
     UserMessage,

@@ -5,7 +5,8 @@ A client may say so with `prompt_cache_key`. Else a conversation is known by how
 
 from xxhash import xxh3_128
 
-from epd.gateway.schema import ChatBody, UserMessage
+from epd.gateway.schema import ChatBody
+from epd.gateway.schema_parts import UserMessage
 
 
 def session_of(body: ChatBody) -> str:

@@ -51,3 +51,7 @@ class EventStream:
             self._response = web.StreamResponse(headers=HEADERS | self._request[ANSWER_HEADERS])
             await self._response.prepare(self._request)
         return self._response
+
+
+STREAM: web.RequestKey[EventStream] = web.RequestKey("stream", EventStream)
+"""Of a request that is answered by a stream: what goes wrong from there on is told as its last event."""

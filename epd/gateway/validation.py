@@ -1,4 +1,4 @@
-"""Bytes of a body to a `ChatBody`, or to one refusal that names the field, its value and what is allowed.
+"""Bytes of a body to its shape, or to one refusal that names the field, its value and what is allowed.
 
     bytes -> JSON -> sizes -> shape
 
@@ -8,15 +8,17 @@ holds. No word of the validator's own reaches the client.
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from epd.config import GatewayConfig
-from epd.errors import InvalidRequest
+from epd.errors import InvalidRequest, ModelNotFound
 from epd.gateway.json_text import depth_at_most, parse_json
-from epd.gateway.schema import ROLES_AND_PARTS, TAG, ChatBody, Conflict
+from epd.gateway.shape import TAG, Conflict
+
+Body = TypeVar("Body", bound=BaseModel)
 
 # Bounds of the whole body. Beyond these it is no conversation, and would cost seconds of a core to judge.
 _MAX_COMMAS = 1_000_000
@@ -62,7 +64,7 @@ _PLAIN_WORDS: Mapping[str, str] = {
 }
 
 
-def read_chat_body(raw: bytes | bytearray, limits: GatewayConfig) -> ChatBody:
+def read_body(raw: bytes | bytearray, shape: type[Body], limits: GatewayConfig) -> Body:
     """Raises InvalidRequest for the first fault, with the path of the field as `param`. Thread-safe."""
     num_commas = sum(
         raw.count(b",", start, start + _COUNTED_AT_ONCE_BYTES) for start in range(0, len(raw), _COUNTED_AT_ONCE_BYTES)
@@ -75,9 +77,9 @@ def read_chat_body(raw: bytes | bytearray, limits: GatewayConfig) -> ChatBody:
     _check_messages(body.get("messages"), limits)
     _check_values(body)
     try:
-        return ChatBody.model_validate(body)
+        return shape.model_validate(body)
     except ValidationError as error:
-        raise _refusal(error) from error
+        raise _refusal(error, shape) from error
 
 
 def _check_messages(messages: object, limits: GatewayConfig) -> None:
@@ -138,14 +140,14 @@ def _too_deep(body: dict[str, Any]) -> InvalidRequest:
     )
 
 
-def _refusal(error: ValidationError) -> InvalidRequest:
+def _refusal(error: ValidationError, shape: type[BaseModel]) -> InvalidRequest:
     fault = error.errors(include_url=False, include_context=True)[0]
-    path, owner = _walk(fault["loc"])
+    path, owner = _walk(fault["loc"], shape)
     given = shown(fault["input"])
     context = fault.get("ctx", {})
     match fault["type"]:
         case "extra_forbidden":
-            allowed = ", ".join(owner.model_fields) if owner is not None else "none"
+            allowed = ", ".join(_field_names(owner)) if owner is not None else "none"
             text = f"unknown field {path} (value {given}); allowed fields: {allowed}"
         case "missing":
             text = f"field {path} is required"
@@ -187,38 +189,46 @@ def _number(bound: object) -> str:
     return f"{bound:g}" if isinstance(bound, float) else str(bound)
 
 
-def _walk(loc: tuple[int | str, ...]) -> tuple[str, type[BaseModel] | None]:
+def _walk(loc: tuple[int | str, ...], root: type[BaseModel]) -> tuple[str, type[BaseModel] | None]:
     """Pydantic's location as `messages[0].content[1].image_url.url`, and the shape that holds the last element.
 
-    A tag follows every index into a union (a message, a part) and names the member taken.
+    Where several shapes are possible (messages, parts), a tag follows that names the one taken.
     """
     path = ""
-    shape: type[BaseModel] | None = ChatBody
-    holder = shape
-    in_union = False
+    shapes = [root]
+    holder: type[BaseModel] | None = root
     for element in loc:
         if isinstance(element, int):
             path += f"[{element}]"
-            # Lists of one shape (tools, text-only content) have no tag.
-            in_union = shape is None
         elif element.startswith(TAG):
             continue
-        elif in_union:
-            shape = holder = ROLES_AND_PARTS.get(element)
-            in_union = False
+        elif len(shapes) > 1:
+            shapes = [shape for shape in shapes if _is_tagged(shape, element)][:1]
+            holder = shapes[0] if shapes else None
         else:
             path += f".{element}" if path else element
-            holder = shape
-            shape = _shape_of(shape, element)
+            holder = shapes[0] if shapes else None
+            shapes = _shapes_of(holder, element)
     return path, holder
 
 
-def _shape_of(shape: type[BaseModel] | None, name: str) -> type[BaseModel] | None:
-    """The one shape a field holds, directly or in a list; None for plain values and for unions of shapes."""
-    if shape is None or name not in shape.model_fields:
-        return None
-    found = _shapes_in(shape.model_fields[name].annotation)
-    return found[0] if len(found) == 1 else None
+def _is_tagged(shape: type[BaseModel], tag: str) -> bool:
+    """Whether `tag` in a union of shapes means this one: one of its fields may only be that word."""
+    return any(
+        get_origin(field.annotation) is Literal and tag in get_args(field.annotation)
+        for field in shape.model_fields.values()
+    )
+
+
+def _field_names(shape: type[BaseModel]) -> list[str]:
+    return [field.alias or name for name, field in shape.model_fields.items()]
+
+
+def _shapes_of(shape: type[BaseModel] | None, name: str) -> list[type[BaseModel]]:
+    """The shapes that a field may hold, directly or in a list; none for plain values."""
+    fields = {} if shape is None else shape.model_fields
+    found = next((field for key, field in fields.items() if name in (key, field.alias)), None)
+    return [] if found is None else _shapes_in(found.annotation)
 
 
 def _shapes_in(annotation: Any) -> list[type[BaseModel]]:
@@ -240,3 +250,8 @@ def shown(value: object, limit: int = 80) -> str:
             return "a number too large to show"
         case _:
             return json.dumps(value)
+
+
+def unknown_model(name: str, config: GatewayConfig) -> ModelNotFound:
+    """To be raised for a model that is not served here."""
+    return ModelNotFound(f"model {shown(name)} is not served here; served: {shown(config.model_name)}", param="model")

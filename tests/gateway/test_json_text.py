@@ -9,7 +9,7 @@ from epd.errors import InvalidRequest
 from epd.gateway.conversation import read_conversation
 from epd.gateway.json_text import depth_at_most
 from epd.gateway.schema import ChatBody
-from epd.gateway.validation import read_chat_body
+from epd.gateway.validation import read_body
 
 LIMITS = GatewayConfig(model_name="m", model_dir=Path("unused"))
 HI = [{"role": "user", "content": "hi"}]
@@ -17,7 +17,7 @@ HI = [{"role": "user", "content": "hi"}]
 
 def refused(raw: str | bytes) -> InvalidRequest:
     with pytest.raises(InvalidRequest) as error:
-        read_chat_body(raw.encode() if isinstance(raw, str) else raw, LIMITS)
+        read_body(raw.encode() if isinstance(raw, str) else raw, ChatBody, LIMITS)
     return error.value
 
 
@@ -42,7 +42,7 @@ def test_a_body_nested_beyond_parsing_is_told_so() -> None:
 
 def test_the_deepest_schema_allowed_is_rendered() -> None:
     tool = {"type": "function", "function": {"name": "a", "parameters": nested(120)}}
-    body = read_chat_body(json.dumps({"model": "m", "messages": HI, "tools": [tool]}).encode(), LIMITS)
+    body = read_body(json.dumps({"model": "m", "messages": HI, "tools": [tool]}).encode(), ChatBody, LIMITS)
     assert read_conversation(body, str).tools
 
 

@@ -13,7 +13,7 @@ import pytest
 from epd.config import GatewayConfig
 from epd.errors import InvalidRequest
 from epd.gateway.schema import ChatBody
-from epd.gateway.validation import read_chat_body
+from epd.gateway.validation import read_body
 from tests.fakes.gateway import IMAGE_URL, MODEL_DIR, RENDERER, VIDEO_URL, chat_body, running_gateway, says, text_of
 
 LIMITS = GatewayConfig(model_dir=MODEL_DIR, model_name="tiny")
@@ -22,7 +22,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{
 
 
 def read(body: Any) -> ChatBody:
-    return read_chat_body(json.dumps(body).encode(), LIMITS)
+    return read_body(json.dumps(body).encode(), ChatBody, LIMITS)
 
 
 def refusal(body: Any) -> InvalidRequest:
@@ -226,14 +226,14 @@ def test_a_hostile_body_is_judged_quickly(name: str) -> None:
     raw = json.dumps(HOSTILE[name]).encode()
     started_s = time.process_time()
     with pytest.raises(InvalidRequest):
-        read_chat_body(raw, LIMITS)
+        read_body(raw, ChatBody, LIMITS)
     # Seconds without the bounds.
     assert time.process_time() - started_s < 1.0
 
 
 def test_more_commas_than_any_conversation_has() -> None:
     with pytest.raises(InvalidRequest, match="commas"):
-        read_chat_body(b"[" + b"0," * 1_100_000 + b"0]", LIMITS)
+        read_body(b"[" + b"0," * 1_100_000 + b"0]", ChatBody, LIMITS)
 
 
 def test_limits_are_settings() -> None:
@@ -242,12 +242,12 @@ def test_limits_are_settings() -> None:
     text = {"type": "text", "text": "t"}
     for content, param in [([image, image], "messages[0].content"), ([text] * 5, "messages[0].content")]:
         with pytest.raises(InvalidRequest, match="at most") as caught:
-            read_chat_body(json.dumps(chat_body(content)).encode(), limits)
+            read_body(json.dumps(chat_body(content)).encode(), ChatBody, limits)
         assert caught.value.param == param
     with pytest.raises(InvalidRequest, match="at most 2") as caught:
-        read_chat_body(json.dumps(chat_body() | {"messages": chat_body()["messages"] * 3}).encode(), limits)
+        read_body(json.dumps(chat_body() | {"messages": chat_body()["messages"] * 3}).encode(), ChatBody, limits)
     assert caught.value.param == "messages"
-    read_chat_body(json.dumps(chat_body([image, text, text, text])).encode(), limits)
+    read_body(json.dumps(chat_body([image, text, text, text])).encode(), ChatBody, limits)
 
 
 async def test_large_requests_are_read_and_rendered_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +270,7 @@ async def test_large_requests_are_read_and_rendered_off_the_loop(monkeypatch: py
         for name in ("guard", "encode", "encode_plain", "fewest_tokens"):
             monkeypatch.setattr(vocabulary, name, watched(name, getattr(vocabulary, name)))
         monkeypatch.setattr(RENDERER.template, "render", watched("render", RENDERER.template.render))
-        monkeypatch.setattr("epd.gateway.app.read_chat_body", watched("read", read_chat_body))
+        monkeypatch.setattr("epd.gateway.completions.read_body", watched("read", read_body))
         answers = await asyncio.gather(*(stack.ask("word " * 14_000) for _ in range(4)))
         assert {status for status, _, _ in answers} == {400}
         assert not on_loop

@@ -1,0 +1,124 @@
+"""What the gateway says about itself: models, health, readiness, metrics."""
+
+from typing import Any
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from epd.config import GatewayConfig
+from epd.gateway.admission import Admission
+from epd.gateway.chat import ChatService
+from epd.gateway.media import Encoder
+from epd.gateway.metrics import STAGE_OF_ROLE, GatewayMetrics
+from epd.gateway.operations import Answer, Operation
+from epd.gateway.validation import unknown_model
+from epd.router.workers import Fleet
+
+
+class Status:
+    """Everything shared is handed in."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        *,
+        chat: ChatService,
+        fleet: Fleet,
+        encoder: Encoder,
+        metrics: GatewayMetrics,
+        admission: Admission,
+    ) -> None:
+        self._config = config
+        self._chat = chat
+        self._fleet = fleet
+        self._encoder = encoder
+        self._metrics = metrics
+        self._admission = admission
+        self._created_unix_s = int(chat.unix_clock())
+
+    def operations(self) -> tuple[Operation, ...]:
+        return (
+            Operation(
+                method="GET",
+                path="/v1/models",
+                handler=self.models,
+                tag="models",
+                summary="List the models served",
+                responses={200: Answer(description="The models")},
+            ),
+            Operation(
+                method="GET",
+                path="/v1/models/{model}",
+                handler=self.model,
+                tag="models",
+                summary="Describe one model",
+                responses={200: Answer(description="The model")},
+                errors=(404,),
+            ),
+            Operation(
+                method="GET",
+                path="/health",
+                handler=self.health,
+                tag="status",
+                summary="Whether the process lives",
+                responses={200: Answer(description="It does")},
+                is_open=True,
+            ),
+            Operation(
+                method="GET",
+                path="/ready",
+                handler=self.ready,
+                tag="status",
+                summary="Whether every stage takes work",
+                responses={200: Answer(description="It does"), 503: Answer(description="It does not, and why")},
+                is_open=True,
+            ),
+            Operation(
+                method="GET",
+                path="/metrics",
+                handler=self.metrics_text,
+                tag="status",
+                summary="Metrics in Prometheus' text format",
+                responses={200: Answer(description="The metrics", media_type="text/plain")},
+                is_open=True,
+            ),
+        )
+
+    async def models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [self._model_card()]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        name = request.match_info["model"]
+        if name != self._config.model_name:
+            raise unknown_model(name, self._config)
+        return web.json_response(self._model_card())
+
+    async def health(self, _: web.Request) -> web.Response:
+        """The process lives; says nothing of the stages."""
+        return web.json_response({"status": "ok"})
+
+    async def ready(self, _: web.Request) -> web.Response:
+        """200 when every process of every stage takes work, else 503 and why, by stage."""
+        if self._admission.draining:
+            return web.json_response({"status": "draining"}, status=503)
+        stages: dict[str, list[str]] = {}
+        for role in self._fleet.roles:
+            reasons = (self._fleet.why_not_ready(worker) for worker in self._fleet.of_role(role))
+            stages[STAGE_OF_ROLE[role]] = [reason for reason in reasons if reason is not None]
+        encoders = self._encoder.infos()
+        stages["encoder"] = [f"{name}: not up" for name, info in encoders.items() if info is None or not info.ready]
+        missing = {stage: reasons for stage, reasons in stages.items() if reasons}
+        status = {"status": "waiting", "waiting_for": missing} if missing else {"status": "ready"}
+        return web.json_response(status, status=503 if missing else 200)
+
+    async def metrics_text(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    def _model_card(self) -> dict[str, Any]:
+        return {
+            "id": self._config.model_name,
+            "object": "model",
+            "created": self._created_unix_s,
+            "owned_by": "mimo-epd",
+            "max_model_len": self._chat.max_context_tokens,
+        }

@@ -1,0 +1,101 @@
+"""Settings of the gateway. See `epd.config`, which gives them on."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from epd.setting_checks import positive
+from preprocess.config import FetchLimits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchPolicy:
+    """What may be fetched for a client. `media_roots` opens file: URLs under these folders only."""
+
+    media_roots: tuple[Path, ...] = ()
+    allow_private_addresses: bool = False
+    max_bytes: int = 256 << 20
+    timeout_s: float = 20.0
+    # For one connection to come about, and between two pieces of an answer.
+    stall_timeout_s: float = 10.0
+    # Downloads at a time: of all requests together, and of one.
+    max_concurrency: int = 256
+    max_concurrency_per_request: int = 64
+
+    def __post_init__(self) -> None:
+        positive(
+            "fetch",
+            max_bytes=self.max_bytes,
+            timeout_s=self.timeout_s,
+            stall_timeout_s=self.stall_timeout_s,
+            max_concurrency=self.max_concurrency,
+            max_concurrency_per_request=self.max_concurrency_per_request,
+        )
+
+    @property
+    def limits(self) -> FetchLimits:
+        """In the fetcher's own terms."""
+        return FetchLimits(
+            max_bytes=self.max_bytes,
+            timeout_s=self.timeout_s,
+            stall_timeout_s=self.stall_timeout_s,
+            allow_private_addresses=self.allow_private_addresses,
+            media_roots=self.media_roots,
+            max_concurrency=self.max_concurrency,
+            max_concurrency_per_request=self.max_concurrency_per_request,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """The HTTP side. Addresses are ZMQ endpoints (`ipc://` or `tcp://`), one per process of the stage."""
+
+    model_dir: Path
+    model_name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    encoders: tuple[str, ...] = ()
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    fetch: FetchPolicy = field(default_factory=FetchPolicy)
+    max_body_bytes: int = 512 << 20
+    # How long a client may send nothing of its body, and how long a small body may take in all.
+    body_timeout_s: float = 30.0
+    max_messages: int = 2048
+    # Content parts and tool calls of all messages together, and the media among them.
+    max_parts: int = 2048
+    max_media: int = 256
+    max_inflight: int = 256
+    request_timeout_s: float = 300.0
+    heartbeat_s: float = 0.5
+    # Shorter than `EngineConfig.peer_timeout_s`: the gateway gives a silent worker up before the worker gives it up.
+    worker_timeout_s: float = 15.0
+    # How long a request waits for a stage that is down, at admission and before each further attempt. A killed stage is
+    # missed at once and is back within this time unless the machine is very busy; clients are told to come back then.
+    restart_wait_s: float = 12.0
+    # How long answers may go on after the signal to stop; shorter than `SupervisorConfig.drain_s`, after which the
+    # supervisor kills. What has not ended by then is ended with an error.
+    drain_s: float = 10.0
+    max_attempts: int = 3
+    default_max_tokens: int = 512
+    api_keys: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        positive(
+            "gateway",
+            max_body_bytes=self.max_body_bytes,
+            body_timeout_s=self.body_timeout_s,
+            max_messages=self.max_messages,
+            max_parts=self.max_parts,
+            max_media=self.max_media,
+            max_inflight=self.max_inflight,
+            request_timeout_s=self.request_timeout_s,
+            heartbeat_s=self.heartbeat_s,
+            worker_timeout_s=self.worker_timeout_s,
+            restart_wait_s=self.restart_wait_s,
+            max_attempts=self.max_attempts,
+            default_max_tokens=self.default_max_tokens,
+        )
+        if self.drain_s < 0:
+            raise ValueError(f"gateway.drain_s is {self.drain_s}; it must not be negative")
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"gateway.port is {self.port}; allowed: 0 to 65535")
