@@ -79,3 +79,31 @@ class ShuttingDown(ServeError):
 
     status = 503
     code = "shutting_down"
+
+
+class UnknownMedia(ServeError):
+    """A part names content by uuid or key, and nobody has it (any more). Sending the content helps."""
+
+    status = 404
+    code = "unknown_media"
+
+
+class UnknownFile(ServeError):
+    """No such file: it was never there, is another key's, was deleted, or has expired."""
+
+    status = 404
+    code = "file_not_found"
+
+
+class FileTooLarge(ServeError):
+    """One file is larger than is taken."""
+
+    status = 413
+    code = "file_too_large"
+
+
+class FilesFull(ServeError):
+    """The files of one API key would be more than it may keep."""
+
+    status = 413
+    code = "file_storage_full"

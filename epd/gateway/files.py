@@ -1,0 +1,407 @@
+"""Files that clients upload, kept on disk until they are deleted or expire.
+
+    <root>/lock                          held while a file is added, by whichever process adds it
+    <root>/arriving/<process>/<upload>/  content, then about.json; the process keeps its directory locked
+    <root>/kept/<owner>/<id>/            the same directory, renamed once it is whole and on disk
+
+A file is there whole or not at all, whatever dies when: one rename brings it, another takes it away. So gateways may
+share a root, and what a dead one left in `arriving` any other one removes. Nothing that a client says is ever part of a
+path: an owner is a digest, and an id is looked up only if it has the form of those given out here.
+
+Everything here blocks and may be called from any thread.
+"""
+
+import errno
+import fcntl
+import hashlib
+import itertools
+import logging
+import mmap
+import os
+import re
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from epd.errors import FilesFull, FileTooLarge, Overloaded, UnknownFile
+from epd.gateway.validation import shown
+from preprocess.recognise import media_type, modality_of
+from preprocess.types import Modality
+
+logger = logging.getLogger(__name__)
+
+Purpose = Literal["user_data", "vision", "assistants"]
+"""What a file is for. The words are OpenAI's; here they mean the same: media for chat completions and embeddings."""
+
+_ID: Final = re.compile(r"file-[0-9a-f]{32}")
+_OWNER: Final = re.compile(r"[0-9a-f]{32}")
+_CONTENT, _ABOUT = "content", "about.json"
+_ABOUT_BYTES: Final = 64 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileLimits:
+    """Of one file, and of all files of one API key."""
+
+    file_max_bytes: int
+    total_bytes: int
+    max_count: int
+    ttl_s: float
+
+
+class StoredFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is known of a file; on disk as JSON beside its content. The name is the client's and only ever shown."""
+
+    id: str
+    filename: str
+    purpose: Purpose
+    size_bytes: int
+    created_unix_s: int
+    created_order: int
+    """Unix nanoseconds, for the order of a list."""
+    expires_unix_s: int
+    media_type: str
+    modality: Modality | None
+    """What the content is, found from its bytes; None for what is no medium."""
+
+
+def owner_name(api_key: str) -> str:
+    """The directory of an API key's files: a digest, since keys do not belong on disk. The empty key is everybody."""
+    return hashlib.sha256(b"files of " + api_key.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+
+
+class FileStore:
+    """One gateway's access to a root. `open` it before use, `close` it at the end."""
+
+    def __init__(self, root: Path, limits: FileLimits, *, unix_clock: Callable[[], float]) -> None:
+        """`unix_clock` gives Unix seconds."""
+        self.limits = limits
+        self._root = root
+        self._unix_clock = unix_clock
+        self._known: dict[tuple[str, str], StoredFile] = {}
+        self._workspace: _Workspace | None = None
+        self._arriving: dict[str, int] = {}
+        self._guard = threading.Lock()
+
+    def open(self) -> None:
+        """Make the root, and remove what is torn or expired. Raises OSError for a root that cannot be used."""
+        for directory in (self._root, self._kept, self._root / "arriving"):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._workspace = _Workspace.make(self._root / "arriving")
+        self.sweep(is_start=True)
+
+    def close(self) -> None:
+        if self._workspace is not None:
+            self._workspace.close()
+            self._workspace = None
+
+    def begin(self, owner: str) -> "Arriving":
+        """Room for an upload, to be committed or abandoned once. Raises FilesFull where there is none at all."""
+        self._check_room(owner, 0)
+        with _disk_full_named():
+            return Arriving(self, owner, self._space.new_directory())
+
+    def get(self, owner: str, file_id: str) -> StoredFile:
+        """Raises UnknownFile."""
+        file = self._read(owner, file_id) if _ID.fullmatch(file_id) else None
+        if file is None:
+            self._known.pop((owner, file_id), None)
+            raise unknown_file(file_id)
+        return file
+
+    def of(self, owner: str) -> list[StoredFile]:
+        """All files of an owner, the oldest first."""
+        files = [self._known.get((owner, file_id)) or self._read(owner, file_id) for file_id in self._ids(owner)]
+        now_s = self._unix_clock()
+        return sorted(
+            (file for file in files if file is not None and file.expires_unix_s > now_s),
+            key=lambda file: (file.created_order, file.id),
+        )
+
+    def open_content(self, owner: str, file_id: str) -> tuple[StoredFile, int]:
+        """What is known of a file, and a descriptor of its content, which stays readable when the file is deleted.
+
+        Raises UnknownFile.
+        """
+        file = self.get(owner, file_id)
+        try:
+            path = self._kept / owner / file_id / _CONTENT
+            return file, os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise unknown_file(file_id) from error
+
+    def read(self, owner: str, file_id: str, *, max_bytes: int) -> bytes:
+        """The content. Raises UnknownFile, FileTooLarge."""
+        file, descriptor = self.open_content(owner, file_id)
+        with os.fdopen(descriptor, "rb") as content:
+            if file.size_bytes > max_bytes:
+                raise FileTooLarge(f"the file has {file.size_bytes} bytes; a medium may have {max_bytes}")
+            return content.read(file.size_bytes)
+
+    def delete(self, owner: str, file_id: str) -> None:
+        """Raises UnknownFile. Who reads it now reads on."""
+        self.get(owner, file_id)
+        if not self._remove(owner, file_id):
+            raise unknown_file(file_id)
+
+    def sweep(self, *, is_start: bool = False) -> None:
+        """Remove what has expired, and what processes that are gone were writing. At the start also what is damaged."""
+        now_s = self._unix_clock()
+        for owner in self._owners():
+            for file_id in self._ids(owner):
+                known = None if is_start else self._known.get((owner, file_id))
+                file = known or self._read(owner, file_id, is_expired_too=True)
+                if file is None or file.expires_unix_s <= now_s:
+                    why = "is damaged" if file is None else "has expired"
+                    logger.info("file %s %s and is removed", file_id, why)
+                    self._remove(owner, file_id)
+        self._space.remove_those_of_the_dead()
+
+    def usage(self) -> tuple[int, int]:
+        """Files and bytes of all owners that this process knows of."""
+        known = list(self._known.values())
+        return len(known), sum(file.size_bytes for file in known)
+
+    @property
+    def _kept(self) -> Path:
+        return self._root / "kept"
+
+    @property
+    def _space(self) -> "_Workspace":
+        if self._workspace is None:
+            raise RuntimeError("the file store is not open")
+        return self._workspace
+
+    def _owners(self) -> list[str]:
+        return [name for name in _names(self._kept) if _OWNER.fullmatch(name)]
+
+    def _ids(self, owner: str) -> list[str]:
+        return [name for name in _names(self._kept / owner) if _ID.fullmatch(name)]
+
+    def _read(self, owner: str, file_id: str, *, is_expired_too: bool = False) -> StoredFile | None:
+        """From disk: another gateway may have deleted it. None for what is not there, or not whole."""
+        directory = self._kept / owner / file_id
+        try:
+            with (directory / _ABOUT).open("rb") as about:
+                file = msgspec.json.decode(about.read(_ABOUT_BYTES), type=StoredFile)
+            is_whole = (directory / _CONTENT).stat().st_size == file.size_bytes and file.id == file_id
+        except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        if not is_whole or (file.expires_unix_s <= self._unix_clock() and not is_expired_too):
+            return None
+        self._known[owner, file_id] = file
+        return file
+
+    def _remove(self, owner: str, file_id: str) -> bool:
+        """Whether it was this call that removed it."""
+        self._known.pop((owner, file_id), None)
+        away = self._space.new_name()
+        try:
+            os.rename(self._kept / owner / file_id, away)
+        except FileNotFoundError:
+            return False
+        shutil.rmtree(away, ignore_errors=True)
+        return True
+
+    def _check_room(self, owner: str, size_bytes: int) -> None:
+        """For one more file of this size, so far. Raises FilesFull naming the setting."""
+        files = self.of(owner)
+        limits = self.limits
+        if len(files) + 1 > limits.max_count:
+            raise FilesFull(
+                f"{len(files)} files are kept, which is the most allowed (gateway.files_count); delete some", param="file"
+            )
+        kept_bytes = sum(file.size_bytes for file in files)
+        if kept_bytes + size_bytes > limits.total_bytes:
+            raise FilesFull(
+                f"{kept_bytes} bytes of files are kept, and {limits.total_bytes} are allowed (gateway.files_bytes); "
+                "delete some",
+                param="file",
+            )
+
+    def _add(self, owner: str, directory: Path, file: StoredFile) -> None:
+        """Raises FilesFull. One process at a time, so that the limits hold for all together."""
+        with _locked(self._root / "lock"):
+            self._check_room(owner, file.size_bytes)
+            target = self._kept / owner
+            target.mkdir(mode=0o700, exist_ok=True)
+            os.rename(directory, target / file.id)
+            _sync(target)
+        self._known[owner, file.id] = file
+
+
+class Arriving:
+    """An upload under way: `write` its pieces, then `commit` or `abandon`."""
+
+    def __init__(self, store: FileStore, owner: str, directory: Path) -> None:
+        self._store = store
+        self._owner = owner
+        self._directory = directory
+        self.size_bytes = 0
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._content = os.fdopen(os.open(directory / _CONTENT, flags, 0o600), "r+b", buffering=0)
+
+    def write(self, piece: bytes | bytearray) -> None:
+        """Raises FileTooLarge, FilesFull, Overloaded for a full disk."""
+        limits = self._store.limits
+        self.size_bytes += len(piece)
+        if self.size_bytes > limits.file_max_bytes:
+            raise too_large(limits)
+        if self.size_bytes > limits.total_bytes:
+            raise FilesFull(
+                f"the file has more than the {limits.total_bytes} bytes that may be kept (gateway.files_bytes)",
+                param="file",
+            )
+        view = memoryview(piece)
+        with _disk_full_named():
+            while view:
+                view = view[self._content.write(view) :]
+
+    def commit(self, *, filename: str, purpose: Purpose, ttl_s: float) -> StoredFile:
+        """Keep it. Raises FilesFull, Overloaded for a full disk."""
+        now_s = self._store._unix_clock()
+        with _disk_full_named():
+            modality, kind = self._recognised()
+            file = StoredFile(
+                id=f"file-{secrets.token_hex(16)}",
+                filename=filename,
+                purpose=purpose,
+                size_bytes=self.size_bytes,
+                created_unix_s=int(now_s),
+                created_order=int(now_s * 1e9),
+                expires_unix_s=int(now_s + min(ttl_s, self._store.limits.ttl_s)),
+                media_type=kind,
+                modality=modality,
+            )
+            os.fsync(self._content.fileno())
+            self._content.close()
+            _write(self._directory / _ABOUT, msgspec.json.encode(file))
+            _sync(self._directory)
+            self._store._add(self._owner, self._directory, file)
+        return file
+
+    def abandon(self) -> None:
+        """Leave nothing. Harmless after `commit`."""
+        self._content.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _recognised(self) -> tuple[Modality | None, str]:
+        if not self.size_bytes:
+            return None, "application/octet-stream"
+        with mmap.mmap(self._content.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            return modality_of(mapped), media_type(mapped)
+
+
+class _Workspace:
+    """A directory below `arriving` that is this process's alone, and locked for as long as it lives."""
+
+    def __init__(self, directory: Path, lock: int) -> None:
+        self._directory = directory
+        self._lock = lock
+        self._numbers = itertools.count()
+
+    @classmethod
+    def make(cls, arriving: Path) -> "_Workspace":
+        while True:
+            directory = arriving / secrets.token_hex(16)
+            directory.mkdir(mode=0o700)
+            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Between the two lines above another process may have taken it for a dead one's.
+                if directory.exists():
+                    return cls(directory, lock)
+            os.close(lock)
+
+    def new_name(self) -> Path:
+        return self._directory / str(next(self._numbers))
+
+    def new_directory(self) -> Path:
+        directory = self.new_name()
+        directory.mkdir(mode=0o700)
+        return directory
+
+    def remove_those_of_the_dead(self) -> None:
+        for name in _names(self._directory.parent):
+            directory = self._directory.parent / name
+            if directory == self._directory:
+                continue
+            try:
+                lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            except OSError:
+                # Removed meanwhile, or nothing of ours.
+                continue
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(directory, ignore_errors=True)
+            except BlockingIOError:
+                # Its process lives.
+                continue
+            finally:
+                os.close(lock)
+
+    def close(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+        os.close(self._lock)
+
+
+def too_large(limits: FileLimits) -> FileTooLarge:
+    return FileTooLarge(
+        f"the file is larger than this server takes: {limits.file_max_bytes} bytes (gateway.file_max_bytes)",
+        param="file",
+    )
+
+
+def unknown_file(file_id: str) -> UnknownFile:
+    return UnknownFile(f"there is no file {shown(file_id)}", param="file_id")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _disk_full_named() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE):
+            raise
+        logger.warning("a file could not be stored: %s", error)
+        raise Overloaded("the server has no room for files at present", retry_after_s=30.0) from error
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except FileNotFoundError:
+        return []
+
+
+def _write(path: Path, content: bytes) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
