@@ -15,6 +15,15 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from encoder.cluster import (
+    CLIENT_EVENTS,
+    RETRY_S,
+    ClusterKeys,
+    Handshakes,
+    limit,
+    secure_client,
+    secure_server,
+)
 from encoder.errors import WireError
 from encoder.parting import REPEAT_S, Partings
 from encoder.types import EncodeFailure, EncodeReply, Farewell, FromEncoder, Goodbye, ReleaseLeases, Rows, ToEncoder
@@ -28,8 +37,6 @@ HIGH_WATER = 8192
 RECONNECT_MS = 20
 RECONNECT_MAX_MS = 1000
 HEARTBEAT_MS = 1000
-# A peer that announces a larger frame is disconnected before the memory is taken.
-MAX_FRAME_BYTES = 2**30
 HEARTBEAT_TIMEOUT_MS = 4000
 # A peer that lives is back sooner: it tries again every second, and says which leases it holds. Until then they stand,
 # since it may be reading rows under them.
@@ -133,9 +140,11 @@ class MemoryLink:
 class ZmqLink:
     """A DEALER to one replica, with a socket monitor that reports a broken connection within milliseconds."""
 
-    def __init__(self, address: str, context: zmq.asyncio.Context) -> None:
+    def __init__(self, address: str, context: zmq.asyncio.Context, *, keys: ClusterKeys | None = None) -> None:
         self.on_change: Callable[[], None] | None = None
         self._address = address
+        self._keys = keys
+        self._handshakes = Handshakes(address)
         self._context = context
         self._socket: zmq.asyncio.Socket | None = None
         self._monitor: zmq.asyncio.Socket | None = None
@@ -155,13 +164,15 @@ class ZmqLink:
     def open(self) -> None:
         self._socket = self._context.socket(zmq.DEALER)
         _harden(self._socket)
+        secure_client(self._socket, self._address, self._keys)
         # Nothing is queued for a process that is not there, and what was queued for it dies with it.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.ROUTING_ID, b"e" + uuid.uuid4().bytes)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        self._tasks = [asyncio.create_task(self._follow(self._monitor)), asyncio.create_task(self._write(self._socket))]
+        self._monitor = self._socket.get_monitor_socket(CLIENT_EVENTS)
+        following = self._follow(self._socket, self._monitor)
+        self._tasks = [asyncio.create_task(following), asyncio.create_task(self._write(self._socket))]
         self._socket.connect(self._address)
 
     def send(self, message: ToEncoder, tensors: Sequence[TensorFrame] = ()) -> None:
@@ -199,23 +210,30 @@ class ZmqLink:
                 with contextlib.suppress(zmq.ZMQError):
                     await socket.send_multipart(frames)
 
-    async def _follow(self, monitor: zmq.asyncio.Socket) -> None:
+    async def _follow(self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
         while True:
             event = parse_monitor_message(await monitor.recv_multipart())["event"]
-            connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            if connected == self._connected:
-                continue
-            self._connected = connected
-            while not connected and not self._outbox.empty():
-                self._outbox.get_nowait()
-            if self.on_change is not None:
-                self.on_change()
+            must_retry = self._handshakes.take(event)
+            if self._handshakes.is_up != self._connected:
+                self._turn(self._handshakes.is_up)
+            if must_retry:
+                await asyncio.sleep(RETRY_S)
+                socket.connect(self._address)
+
+    def _turn(self, connected: bool) -> None:
+        self._connected = connected
+        while not connected and not self._outbox.empty():
+            self._outbox.get_nowait()
+        if self.on_change is not None:
+            self.on_change()
 
 
 class ZmqEndpoint:
     """An encoder's ROUTER: decodes messages for the server and sends its replies. Binds at once or raises ZMQError."""
 
-    def __init__(self, address: str, server: Handler, context: zmq.asyncio.Context) -> None:
+    def __init__(
+        self, address: str, server: Handler, context: zmq.asyncio.Context, *, keys: ClusterKeys | None = None
+    ) -> None:
         self._server = server
         self._codec: Codec[ToEncoder] = Codec(ToEncoder)
         self._outbox: asyncio.Queue[tuple[bytes, FromEncoder, list[Buffer]]] = asyncio.Queue()
@@ -226,7 +244,7 @@ class ZmqEndpoint:
         _harden(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        secure_server(self._socket, address, keys)
         self.tasks: list[asyncio.Task[None]] = []
         """What `start` began. None of them ends before `stop`; one that does has failed."""
         try:
@@ -334,3 +352,4 @@ def _harden(socket: zmq.asyncio.Socket) -> None:
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    limit(socket)

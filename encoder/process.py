@@ -19,6 +19,7 @@ from encoder.cache.host import private_arena, remove_orphaned
 from encoder.cache.index import RowFormat
 from encoder.cache.store import EmbeddingStore
 from encoder.checkpoint import read_json_object
+from encoder.cluster import ClusterKeys
 from encoder.config import EncoderConfig
 from encoder.errors import ArenaUnavailable
 from encoder.fingerprint import checkpoint_fingerprint
@@ -99,11 +100,11 @@ def _open_second_tier(config: EncoderConfig, runner: TowerRunner, store: Embeddi
     )
 
 
-async def serve(server: EncoderServer, address: str, stop: asyncio.Event) -> None:
+async def serve(server: EncoderServer, address: str, stop: asyncio.Event, *, keys: ClusterKeys | None = None) -> None:
     """Serve over ZMQ until `stop` is set, then drain. Raises what ended a background task before that."""
     context = zmq.asyncio.Context()
     try:
-        endpoint = ZmqEndpoint(address, server, context)
+        endpoint = ZmqEndpoint(address, server, context, keys=keys)
         server.start()
         endpoint.start()
         logger.info("encoder serves on %s", endpoint.address)
@@ -118,7 +119,14 @@ async def serve(server: EncoderServer, address: str, stop: asyncio.Event) -> Non
 
 
 def run_encoder(
-    config: EncoderConfig, *, model_dir: Path, name: str, address: str, arena: str, shared: bool = False
+    config: EncoderConfig,
+    *,
+    model_dir: Path,
+    name: str,
+    address: str,
+    arena: str,
+    shared: bool = False,
+    keys: ClusterKeys | None = None,
 ) -> None:
     """Run a replica in this process until SIGTERM; `arena` and `shared` as for `open_server`.
 
@@ -138,6 +146,6 @@ def run_encoder(
             except (*_REFUSALS, ArenaUnavailable) as error:
                 logger.error("encoder %s cannot start: %s", name, " ".join(str(error).split()))
                 sys.exit(1 if isinstance(error, ArenaUnavailable) else _EXIT_REFUSED)
-            await serve(server, address, stop)
+            await serve(server, address, stop, keys=keys)
 
     uvloop.run(main())

@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from torch import Tensor
 
 from encoder.client import ArenaReader, verified_copy
+from encoder.cluster import ClusterKeys
 from encoder.errors import EmbeddingLost
 from encoder.types import EmbeddingRef
 from encoder.wire import TensorFrame
@@ -44,9 +45,12 @@ class _Fetch:
 class HostSource:
     """Fetches one embedding of this host after another, those of other hosts side by side. Threads start when used."""
 
-    def __init__(self, *, timeout_s: float, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, *, timeout_s: float, keys: ClusterKeys | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
         """Rows of another host count as lost after `timeout_s`, or at their request's deadline."""
         self._timeout_s = timeout_s
+        self._keys = keys
         self._clock = clock
         self._reader = ArenaReader()
         self._remote: RowsClient | None = None
@@ -98,7 +102,7 @@ class HostSource:
     def _ask(self, fetch: _Fetch) -> None:
         """Ask the encoder itself. On this host, too: it knows whether the rows are gone, and answers at once."""
         if self._remote is None:
-            self._remote = RowsClient(clock=self._clock)
+            self._remote = RowsClient(keys=self._keys, clock=self._clock)
 
         def arrived(result: TensorFrame | EmbeddingLost) -> None:
             fetch.deliver(result if isinstance(result, EmbeddingLost) else _owned(result, fetch.ref))

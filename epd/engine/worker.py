@@ -9,6 +9,7 @@ from types import FrameType
 
 import torch
 
+from encoder.cluster import ClusterKeys
 from epd.cache.prefix import PrefixCache
 from epd.cache.tiers.tiered import TieredCache
 from epd.cache.victims import make_policy
@@ -67,24 +68,27 @@ class Engine:
         return self.tiers.cache
 
 
-def run_worker(config: EngineConfig, *, address: str) -> None:
+def run_worker(
+    config: EngineConfig, *, address: str, advertise: str | None = None, keys: ClusterKeys | None = None
+) -> None:
     """A whole worker process at a ZMQ address: returns after SIGTERM, when what was running has finished.
 
-    Settings or a checkpoint that cannot work end it with one line in the log and exit code 2: starting again is no use.
+    `advertise` is where other workers reach it, None for at `address`; `keys` are those of its cluster. Settings or a
+    checkpoint that cannot work end it with one line in the log and exit code 2: starting again is no use.
     """
-    endpoint = WorkerEndpoint(address)
+    endpoint = WorkerEndpoint(address, advertise=advertise, keys=keys)
     try:
-        serve(config, endpoint)
+        serve(config, endpoint, embeddings=HostSource(timeout_s=config.embedding_timeout_s, keys=keys))
     finally:
         # The last Finish of a drain may still be on its way.
         endpoint.close(flush_s=_FLUSH_S)
 
 
-def serve(config: EngineConfig, endpoint: Endpoint) -> None:
+def serve(config: EngineConfig, endpoint: Endpoint, *, embeddings: RowSource | None = None) -> None:
     """Build the engine on `endpoint` and run it in the main thread; SIGTERM drains it."""
     torch.set_num_threads(config.threads)
     try:
-        engine = build_engine(config, endpoint)
+        engine = build_engine(config, endpoint, embeddings=embeddings)
     except REFUSALS as error:
         logger.error("worker %s cannot start: %s", config.name, " ".join(str(error).split()))
         sys.exit(_EXIT_REFUSED)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from encoder.cluster import ClusterKeys, limit, secure_client
 from encoder.errors import EmbeddingLost, WireError
 from encoder.types import EmbeddingRef, EncodeFailure, Farewell, FetchRows, FromEncoder, Goodbye, Rows, ToEncoder
 from encoder.wire import Codec, TensorFrame
@@ -70,8 +71,9 @@ class _Encoder:
 class RowsClient:
     """`ask`, what it returns, and `close` may be called from any thread. The thread starts with the first question."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, *, keys: ClusterKeys | None = None, clock: Callable[[], float] = time.time) -> None:
         """`clock` gives Unix seconds, the time base of deadlines."""
+        self._keys = keys
         self._clock = clock
         self._inbox: deque[_Question] = deque()
         self._lock = threading.Lock()
@@ -121,7 +123,7 @@ class RowsClient:
             os.write(self._wake_write, b"w")
 
     def _run(self) -> None:
-        conversation = _Conversation(self._clock)
+        conversation = _Conversation(self._clock, self._keys)
         try:
             while not self._is_closed:
                 while self._inbox:
@@ -138,8 +140,9 @@ class RowsClient:
 class _Conversation:
     """The thread's own: sockets and what was asked over them."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], keys: ClusterKeys | None) -> None:
         self._clock = clock
+        self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._codec: Codec[FromEncoder] = Codec(FromEncoder)
         self._out: Codec[ToEncoder] = Codec(ToEncoder)
@@ -200,7 +203,8 @@ class _Conversation:
             socket.setsockopt(zmq.ROUTING_ID, b"r" + uuid.uuid4().bytes)
             socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
-            socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
+            limit(socket, max_frame_bytes=_MAX_FRAME_BYTES)
+            secure_client(socket, address, self._keys)
             socket.connect(address)
         except zmq.ZMQError:
             _close(socket, monitor)

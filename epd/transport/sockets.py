@@ -20,6 +20,15 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from encoder.cluster import (
+    CLIENT_EVENTS,
+    RETRY_S,
+    ClusterKeys,
+    Handshakes,
+    limit,
+    secure_client,
+    secure_server,
+)
 from encoder.errors import WireError
 from encoder.wire import Buffer, Codec, TensorFrame
 from epd.transport.base import ChannelClosed, Message, Peer, PeerUnreachable, Received, WorkerDown
@@ -37,6 +46,12 @@ _RECONNECT_MAX_MS = 1000
 # could only mistake a busy peer for a dead one.
 _HEARTBEAT_MS = 1000
 _HEARTBEAT_TIMEOUT_MS = 4000
+# Of connections to other workers: one over which nothing was sent for so long is closed (workers come and go, and have
+# other addresses then), and one that fails is opened anew when it is this old.
+_DEALER_IDLE_S = 600.0
+_DEALER_STALE_S = 10.0
+# KV of one layer of a prompt of a million tokens. A peer that announces more is disconnected before the memory is taken.
+_MAX_FRAME_BYTES = 2 << 30
 # Below this many bytes a copy is cheaper than handing the buffer over.
 _COPY_BELOW_BYTES = 64 << 10
 
@@ -45,36 +60,51 @@ def _harden(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket", address: str, high
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, high_water)
     socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
+    limit(socket, max_frame_bytes=_MAX_FRAME_BYTES)
     if address.startswith("tcp:"):
         socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
 
 
-def _as_dealer(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket", address: str, high_water: int) -> None:
+def _as_dealer(
+    socket: "zmq.Socket[bytes] | zmq.asyncio.Socket", address: str, high_water: int, keys: ClusterKeys | None
+) -> None:
     _harden(socket, address, high_water)
+    secure_client(socket, address, keys)
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.ROUTING_ID, b"c" + uuid.uuid4().bytes)
     socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Dealer:
     socket: "zmq.Socket[bytes]"
     opened_s: float
+    used_s: float
+    failing_since_s: float | None = None
 
 
 class WorkerEndpoint:
     """A worker's bound ROUTER and the DEALERs to the workers it sends to. Binds at once or raises zmq.ZMQError."""
 
     def __init__(
-        self, address: str, *, connect_grace_s: float = 1.0, clock: Callable[[], float] = time.monotonic
+        self,
+        address: str,
+        *,
+        advertise: str | None = None,
+        keys: ClusterKeys | None = None,
+        connect_grace_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`advertise` is where others reach what is bound at `address`, None for there; its port may be `*`."""
         self._clock = clock
         self._connect_grace_s = connect_grace_s
+        self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         _harden(self._router, address, _HIGH_WATER)
+        secure_server(self._router, address, keys)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._to_worker = to_worker_codec()
@@ -93,7 +123,8 @@ class WorkerEndpoint:
             self.close()
             raise
         # tcp://127.0.0.1:* becomes the port that was chosen.
-        self._address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._address = bound if advertise is None else advertise.replace(":*", f":{bound.rpartition(':')[2]}")
 
     @property
     def address(self) -> str:
@@ -126,13 +157,21 @@ class WorkerEndpoint:
             raise PeerUnreachable(f"peer {peer} cannot be reached: {error}") from error
 
     def connect(self, address: str) -> None:
+        now_s = self._clock()
         if address in self._dealers:
+            self._dealers[address].used_s = now_s
             return
+        for other in [other for other, dealer in self._dealers.items() if now_s - dealer.used_s > _DEALER_IDLE_S]:
+            self._disconnect(other)
         socket = self._context.socket(zmq.DEALER)
-        _as_dealer(socket, address, _TRANSFER_HIGH_WATER)
-        socket.connect(address)
+        _as_dealer(socket, address, _TRANSFER_HIGH_WATER, self._keys)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError:
+            socket.close(0)
+            raise
         self._poller.register(socket, zmq.POLLIN)
-        self._dealers[address] = _Dealer(socket, self._clock())
+        self._dealers[address] = _Dealer(socket, now_s, now_s)
 
     def send_to(self, address: str, message: Message, tensors: Sequence[TensorFrame] = ()) -> None:
         try:
@@ -143,7 +182,9 @@ class WorkerEndpoint:
             if grace_s > 0:
                 dealer.socket.poll(round(grace_s * 1000), zmq.POLLOUT)
             _send(dealer.socket, self._to_worker.encode(message, tensors))
+            dealer.failing_since_s = None
         except zmq.ZMQError as error:
+            self._failed(address)
             raise PeerUnreachable(f"worker at {address} cannot be reached: {error}") from error
 
     def wake(self) -> None:
@@ -162,6 +203,20 @@ class WorkerEndpoint:
         self._context.destroy(linger=flush_ms)
         os.close(self._wake_read)
         os.close(self._wake_write)
+
+    def _failed(self, address: str) -> None:
+        dealer, now_s = self._dealers.get(address), self._clock()
+        if dealer is None:
+            return
+        if dealer.failing_since_s is None:
+            dealer.failing_since_s = now_s
+        elif now_s - dealer.failing_since_s > _DEALER_STALE_S:
+            self._disconnect(address)
+
+    def _disconnect(self, address: str) -> None:
+        socket = self._dealers.pop(address).socket
+        self._poller.unregister(socket)
+        socket.close(0)
 
     def _drain_router(self, received: list[Received]) -> None:
         while (frames := _receive(self._router)) is not None:
@@ -192,12 +247,15 @@ class WorkerChannel:
         address: str,
         *,
         context: zmq.asyncio.Context | None = None,
+        keys: ClusterKeys | None = None,
         on_connect: Callable[[], None] | None = None,
         on_disconnect: Callable[[], None] | None = None,
     ) -> None:
         self.on_connect = on_connect
         self.on_disconnect = on_disconnect
         self._address = address
+        self._keys = keys
+        self._handshakes = Handshakes(address)
         self._owns_context = context is None
         self._context = zmq.asyncio.Context() if context is None else context
         self._socket: zmq.asyncio.Socket | None = None
@@ -216,12 +274,17 @@ class WorkerChannel:
     def connected(self) -> bool:
         return self._up.is_set()
 
+    @property
+    def is_refused(self) -> bool:
+        """The worker is there and does not let this process in."""
+        return self._handshakes.is_refused
+
     def open(self) -> None:
         if self._socket is not None:
             return
         self._socket = self._context.socket(zmq.DEALER)
-        _as_dealer(self._socket, self._address, _HIGH_WATER)
-        monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        _as_dealer(self._socket, self._address, _HIGH_WATER, self._keys)
+        monitor = self._socket.get_monitor_socket(CLIENT_EVENTS)
         self._watch = asyncio.get_running_loop().create_task(self._follow(monitor), name=f"monitor {self._address}")
         self._socket.connect(self._address)
 
@@ -277,10 +340,14 @@ class WorkerChannel:
         try:
             while True:
                 event = parse_monitor_message(await monitor.recv_multipart())["event"]
-                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                must_retry = self._handshakes.take(event)
+                if self._handshakes.is_up:
                     self._turn(self._up, self._down, self.on_connect)
-                elif event == zmq.EVENT_DISCONNECTED:
+                else:
                     self._turn(self._down, self._up, self.on_disconnect)
+                if must_retry and self._socket is not None:
+                    await asyncio.sleep(RETRY_S)
+                    self._socket.connect(self._address)
         finally:
             monitor.close(0)
 
