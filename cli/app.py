@@ -1,41 +1,108 @@
-"""The `mimo` command: wires the subcommands together and turns known failures into one line and an exit code."""
+"""The `mimo` command: finds the subcommand that is asked for and turns known failures into one line and an exit code.
+
+A subcommand's module is imported when that subcommand runs, or is completed: `mimo --help` and the completion of its
+words load nothing that serves.
+"""
 
 import contextlib
 import os
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any, Final
 
-try:
-    import typer
+import typer
+from typer.core import TyperCommand, TyperGroup
 
-    from cli.bench import bench
-    from cli.cache import cache
-    from cli.chat import chat
-    from cli.encode import encode
-    from cli.eval import evaluate
-    from cli.inspect import inspect
-    from cli.load import ConfigError
-    from cli.serve import serve
-    from cli.terminal import say
-except KeyboardInterrupt:
-    # Ctrl-C a moment after Enter, which is a moment of imports.
-    sys.exit(130)
+from cli.errors import ConfigError
+from cli.terminal import complain, say
+
+
+@dataclass(frozen=True, slots=True)
+class Subcommand:
+    """Where a subcommand is, and what it is for in the few words that fit beside its name."""
+
+    module: str
+    attribute: str
+    summary: str
+
+
+SUBCOMMANDS: Final[Mapping[str, Subcommand]] = {
+    "serve": Subcommand("cli.serve", "serve", "Start an OpenAI-compatible API, or one stage of it."),
+    "chat": Subcommand("cli.chat", "chat", "Ask about pictures, videos and sounds, or hold a conversation."),
+    "encode": Subcommand("cli.encode", "encode", "Turn media into embeddings, without a server."),
+    "plan": Subcommand("cli.plan", "plan", "Tell what a model takes on a GPU, before it is downloaded."),
+    "doctor": Subcommand("cli.doctor", "doctor", "Check this machine, and say what to do about it."),
+    "inspect": Subcommand("cli.inspect", "inspect", "Print what a checkpoint holds and costs."),
+    "eval": Subcommand("cli.eval", "evaluate", "Count exact answers of the built-in model."),
+    "bench": Subcommand("cli.bench", "bench", "Measure this machine against the plain way and the limit."),
+    "cache": Subcommand("cli.cache", "cache", "Look into the caches of this host, or empty them."),
+}
+"""In the order of the help."""
+
+
+class LazyGroup(TyperGroup):
+    """A group whose commands are names and summaries until one of them is needed."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for name, known in SUBCOMMANDS.items():
+            self.commands[name] = TyperCommand(name, help=known.summary)
+
+    def load(self, name: str) -> Any:
+        """The command itself. Imports its module."""
+        known = SUBCOMMANDS[name]
+        found = getattr(import_module(known.module), known.attribute)
+        if not isinstance(found, typer.Typer):
+            single = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_show_locals=False)
+            single.command(name)(found)
+            found = single
+        command = typer.main.get_command(found)
+        command.name = name
+        self.commands[name] = command
+        return command
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in SUBCOMMANDS:
+            self.load(args[0])
+        return super().resolve_command(ctx, args)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            found = version("mimo-epd")
+        except PackageNotFoundError:
+            found = "(not installed)"
+        typer.echo(f"mimo {found}")
+        raise typer.Exit
+
 
 app = typer.Typer(
     name="mimo",
-    help="Serve MiMo-V2.5 models as separate Encode, Prefill and Decode stages.",
+    cls=LazyGroup,
     no_args_is_help=True,
     # Plain help: the boxed one cuts flags that are longer than its column.
     rich_markup_mode=None,
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(serve)
-app.command()(encode)
-app.command()(chat)
-app.command("eval")(evaluate)
-app.command()(inspect)
-app.add_typer(bench)
-app.add_typer(cache)
+
+
+@app.callback()
+def root(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Serve MiMo-V2.5 models as separate Encode, Prefill and Decode stages.
+
+    Example: mimo serve --mode epd
+
+    Example: mimo chat "Hello! Who are you?"
+    """
 
 
 def main() -> None:
@@ -45,7 +112,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except ConfigError as error:
-        say(f"mimo: {error}")
+        complain("mimo", str(error), exit_code=2)
         sys.exit(2)
     except OSError as error:
         # Standard output that takes no more: a full disk, a closed pipe.

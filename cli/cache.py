@@ -14,7 +14,7 @@ from cli.cache_view import mib, show_arena, show_kv_store, show_worker
 from cli.cache_workers import DeploymentSilent, deployment_tiers
 from cli.load import ConfigError
 from cli.models import kv_store_dir
-from cli.terminal import say
+from cli.terminal import complain, say
 from encoder import ArenaReport, arena_reports, clear_arena
 from encoder.errors import ArenaUnavailable, EncoderBusy
 from epd import LocalStoreReport, clear_local_store, local_store_reports
@@ -135,7 +135,7 @@ def _stores(named: Sequence[Path] | None) -> Sequence[LocalStoreReport]:
             return local_store_reports([kv_store_dir(os.environ)])
         found = local_store_reports(named, others=False)
     except OSError as error:
-        say(f"mimo cache: cannot read the store of KV: {error.strerror}: {error.filename}")
+        complain("mimo cache", f"cannot read the store of KV: {error.strerror}: {error.filename}", exit_code=1)
         raise typer.Exit(1) from error
     missing = {str(directory) for directory in named} - {report.directory for report in found}
     if missing:
@@ -179,7 +179,7 @@ def _show_deployment(url: str, *, as_json: bool) -> None:
     try:
         workers = deployment_tiers(url)
     except DeploymentSilent as error:
-        say(f"mimo cache: {error}")
+        complain("mimo cache", str(error), exit_code=1)
         raise typer.Exit(1) from error
     if as_json:
         typer.echo(json.dumps({"url": url, "workers": [asdict(worker) for worker in workers]}, indent=2))
@@ -187,7 +187,7 @@ def _show_deployment(url: str, *, as_json: bool) -> None:
     for worker in () if as_json else workers:
         show_worker(console, worker)
     if not workers:
-        say(f"mimo cache: no worker has been heard of at {url}")
+        complain("mimo cache", f"no worker has been heard of at {url}", exit_code=1)
         raise typer.Exit(1)
 
 

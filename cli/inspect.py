@@ -9,11 +9,12 @@ from typing import Annotated, Any, Literal, get_args
 
 import typer
 
+from cli.completion import known_models
 from cli.inspect_view import show
 from cli.load import BUILTIN_MODELS, CONFIGS, ConfigError, resolve_model
 from cli.models import PACKAGED_MODELS, is_imported
 from cli.preflight import unservable
-from cli.terminal import say
+from cli.terminal import complain
 from encoder import Part, TensorSpec
 from encoder.checkpoint import CheckpointError
 from epd import MAX_MTP_LAYERS, Inspection, KvLayout, inspect_checkpoint
@@ -50,6 +51,7 @@ def inspect(
             help="A directory, a config.json, a .gguf file, a built-in model (mimo-nano, smollm2) or a published one "
             "(mimo-v2.5, mimo-v2.5-pro, mimo-v2-flash).",
             show_default=False,
+            autocompletion=known_models,
         ),
     ],
     mtp_layers: Annotated[
@@ -84,7 +86,7 @@ def inspect(
     try:
         inspection = inspect_checkpoint(location, num_mtp_layers=mtp_layers, qkv_layout=layout)
     except CheckpointError as error:
-        say(f"mimo inspect: {error}")
+        complain("mimo inspect", str(error), exit_code=1)
         raise typer.Exit(1) from error
     report = build_report(checkpoint, location, inspection, kv_dtype=kv_dtype, contexts=context, tensors=tensors)
     if as_json:

@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import msgspec
 
+from cli.errors import ConfigError as ConfigError
 from cli.models import PACKAGED_MODELS, ModelUnavailable, imported_model, is_imported, kv_store_dir
 from encoder import FrontConfig, SglangConfig
 from encoder.checkpoint import CheckpointError, read_json_object
@@ -42,10 +43,6 @@ _NOT_SETTINGS = ("MIMO_VENV", "MIMO_TEST_EFFORT", "MIMO_CACHE_DIR", "MIMO_KV_STO
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", Path: "a path", tuple: "a list of texts"}
 
 SettingsT = TypeVar("SettingsT")
-
-
-class ConfigError(Exception):
-    """Settings that cannot be used; the message names the key, its value and what is allowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from cli.load import ConfigError, ServeConfig
 from cli.load_workers import check_workers
 from encoder.checkpoint import CheckpointError
-from epd import Findings, Renderer, inspect_checkpoint
+from epd import Findings, inspect_checkpoint
 from preprocess.ranges import printable
 
 NUM_NAMES_SHOWN = 20
@@ -50,6 +50,9 @@ def check_deployment(config: ServeConfig) -> None:
 
 def unservable(model_dir: Path) -> str | None:
     """Why the gateway could not read the checkpoint's tokenizer, template and settings; None when it can."""
+    # Only here: the command line is completed without it.
+    from epd import Renderer
+
     try:
         Renderer.load(model_dir)
     except CheckpointError as error:

@@ -12,14 +12,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import aiohttp
 import typer
 from rich.console import Console
 
 from cli.arena import arena_name, host_arena
+from cli.completion import one_of, served_models, shipped_configs
 from cli.greet import greet_encoder
 from cli.load import BUILTIN_MODELS, MODES, ConfigError, ServeConfig, as_json
-from cli.load_role import EncoderDeployment, given_role, load_any
+from cli.load_role import ROLES, EncoderDeployment, given_role, load_any
 from cli.load_workers import check_workers
 from cli.logs import log_to_stderr
 from cli.preflight import check_deployment
@@ -34,7 +34,12 @@ console = Console(stderr=True, highlight=False)
 
 def serve(
     mode: Annotated[
-        str, typer.Option(help=f"How the stages are spread over processes: {', '.join(MODES)}.", show_default="epd")
+        str,
+        typer.Option(
+            help=f"How the stages are spread over processes: {', '.join(MODES)}.",
+            show_default="epd",
+            autocompletion=one_of(*MODES),
+        ),
     ] = "",
     role: Annotated[
         str,
@@ -42,16 +47,20 @@ def serve(
             help="One stage served by itself: encoder, whose HTTP side takes media on /v1/encode and speaks SGLang's "
             "encoder protocol. Without it, the whole pipeline.",
             show_default=False,
+            autocompletion=one_of(*ROLES),
         ),
     ] = "",
     model: Annotated[
         str,
         typer.Option(
-            help="mimo-nano, smollm2, a directory in Hugging Face layout or a .gguf file.", show_default="mimo-nano"
+            help="mimo-nano, smollm2, a directory in Hugging Face layout or a .gguf file.",
+            show_default="mimo-nano",
+            autocompletion=served_models,
         ),
     ] = "",
     config: Annotated[
-        Path | None, typer.Option(help="TOML file; a bare name means one of the shipped configs/.")
+        Path | None,
+        typer.Option(help="TOML file; a bare name means one of the shipped configs/.", autocompletion=shipped_configs),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = "",
     port: Annotated[
@@ -269,6 +278,8 @@ async def _announce_encoder(config: EncoderDeployment) -> None:
 
 async def until_ready(config: ServeConfig | EncoderDeployment) -> None:
     """Wait until every stage is ready. Raises StageFailed after `start_timeout_s`."""
+    import aiohttp
+
     started_s = time.monotonic()
     url = f"http://{reach(config)}/ready"
     reasons = "no answer yet"
@@ -318,6 +329,8 @@ async def _greet(config: ServeConfig) -> None:
 
 async def _mention_context(config: ServeConfig) -> None:
     """A small KV budget is no fault, but the limit it sets should surprise nobody."""
+    import aiohttp
+
     headers = {"Authorization": f"Bearer {config.gateway.api_keys[0]}"} if config.gateway.api_keys else {}
     try:
         async with (

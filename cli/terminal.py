@@ -1,16 +1,41 @@
-"""Words for the terminal. What comes from a checkpoint's files is shown, never obeyed."""
+"""Words for the terminal. What comes from a checkpoint's files is shown, never obeyed.
+
+Of `preprocess` only its rules for printing are used, and those when something is said: help and completion are quick.
+"""
+
+import json
+import sys
 
 import typer
-from rich.markup import escape
-
-from preprocess.ranges import printable
 
 
 def say(message: str) -> None:
     """A message on standard error, of which a terminal obeys nothing but the line ends."""
+    from preprocess.ranges import printable
+
     typer.echo("\n".join(map(printable, message.split("\n"))), err=True)
+
+
+def complain(command: str, message: str, *, exit_code: int) -> None:
+    """What went wrong: a line, or where the command was asked for JSON one object, on standard error."""
+    if speaks_json(sys.argv[1:]):
+        error = {"command": command, "message": message, "exit_code": exit_code}
+        typer.echo(json.dumps({"error": error}), err=True)
+    else:
+        say(f"{command}: {message}")
+
+
+def speaks_json(arguments: list[str]) -> bool:
+    """Whether `--json` stands among the arguments as a flag; with a file after it, it is where results go."""
+    if "--json" not in arguments:
+        return False
+    return arguments[0] not in ("bench", "eval")
 
 
 def quoted(text: str) -> str:
     """Text from elsewhere inside rich's markup, as it is."""
+    from rich.markup import escape
+
+    from preprocess.ranges import printable
+
     return escape(printable(text))

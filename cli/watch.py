@@ -8,7 +8,6 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 
-import aiohttp
 import zmq
 import zmq.asyncio
 
@@ -102,6 +101,9 @@ class Watch:
                     self.heard(name)
 
     async def _probe_http(self, stage: GatewayStage | FrontStage, path: str) -> None:
+        # Only here: the command line is completed without it.
+        import aiohttp
+
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(stage.config.host, stage.config.host)
         url = f"http://{host}:{stage.config.port}{path}"
         timeout = aiohttp.ClientTimeout(total=self._config.silence_s)
