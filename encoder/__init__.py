@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from encoder.process import open_server, run_encoder
     from encoder.ring import Ring
     from encoder.sglang.config import SglangConfig
+    from encoder.towers.flops import audio_flops, vision_flops
     from encoder.towers.serving import ServingTowers
     from encoder.towers.trial import TowerTrial, audio_trial, matmul_flops_per_s, num_threads, vision_trial
     from encoder.towers.weights import load_towers
@@ -44,6 +45,7 @@ __all__ = [
     "TowerTrial",
     "arena_reports",
     "audio_encoder_tensors",
+    "audio_flops",
     "audio_tokenizer_tensors",
     "audio_trial",
     "clear_arena",
@@ -55,6 +57,7 @@ __all__ = [
     "run_encoder",
     "run_front",
     "used_tokenizer_name",
+    "vision_flops",
     "vision_tensors",
     "vision_trial",
 ]
@@ -75,6 +78,7 @@ _HOMES = {
     "TowerTrial": "encoder.towers.trial",
     "arena_reports": "encoder.cache.report",
     "audio_encoder_tensors": "encoder.inventory",
+    "audio_flops": "encoder.towers.flops",
     "audio_tokenizer_tensors": "encoder.inventory",
     "audio_trial": "encoder.towers.trial",
     "clear_arena": "encoder.cache.report",
@@ -86,6 +90,7 @@ _HOMES = {
     "run_encoder": "encoder.process",
     "run_front": "encoder.front.process",
     "used_tokenizer_name": "encoder.inventory",
+    "vision_flops": "encoder.towers.flops",
     "vision_tensors": "encoder.inventory",
     "vision_trial": "encoder.towers.trial",
 }

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from epd.kv.copies import InstantMover
     from epd.kv.dual import DualPool
     from epd.kv.errors import NoPages, PoolTooSmall
-    from epd.kv.layout import KvLayout, PoolPlan, plan_host, plan_pools
+    from epd.kv.layout import KvLayout, PoolPlan, cached_sequence_bytes, plan_host, plan_pools
     from epd.model.checkpoint import Findings, Inspection, inspect_checkpoint
     from epd.model.config import TextConfig
     from epd.model.config_ranges import MAX_MTP_LAYERS
@@ -64,6 +64,7 @@ __all__ = [
     "TieredCache",
     "TrialFailed",
     "WorkerPlan",
+    "cached_sequence_bytes",
     "clear_local_store",
     "count_heads",
     "create_app",
@@ -114,6 +115,7 @@ _HOMES = {
     "TieredCache": "epd.cache.tiers.tiered",
     "TrialFailed": "epd.engine.trial",
     "WorkerPlan": "epd.engine.sizing",
+    "cached_sequence_bytes": "epd.kv.layout",
     "clear_local_store": "epd.cache.l3.local_report",
     "count_heads": "epd.engine.sizing",
     "create_app": "epd.gateway.app",

@@ -5,10 +5,9 @@ activations and softmax are left out. The steps of a convolution beyond the ends
 """
 
 from encoder.config import AudioConfig, AudioTokenizerConfig, VisionConfig
-from encoder.towers.vit import Grid
 
 
-def vision_flops(config: VisionConfig, grid_thw: Grid) -> int:
+def vision_flops(config: VisionConfig, grid_thw: tuple[int, int, int]) -> int:
     """Of one picture or video of `(t, h, w)` patches."""
     t, h, w = grid_thw
     length = h * w

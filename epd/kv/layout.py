@@ -14,7 +14,7 @@ from typing import Protocol
 from epd.kv.errors import PoolTooSmall
 from epd.kv.numbers import require_at_least
 
-__all__ = ["KvLayout", "LayerGeometry", "PoolPlan", "plan_host", "plan_pools"]
+__all__ = ["KvLayout", "LayerGeometry", "PoolPlan", "cached_sequence_bytes", "plan_host", "plan_pools"]
 
 _WINDOWS_AT_ENDS = 2
 _STRIDES_PER_WINDOW = 4
@@ -166,8 +166,9 @@ def plan_pools(
             f"page for each of {max_running} running) and {min_window:,} window pages of "
             f"{layout.window_page_bytes:,} bytes (a window for each, and a step of {chunk_tokens:,} tokens)"
         )
-    kept_pages = _kept_pages(layout, expected_sequence_tokens, retention_stride_tokens, tail_pages)
-    per_sequence_bytes = sequence_pages * layout.full_page_bytes + kept_pages * layout.window_page_bytes
+    per_sequence_bytes = cached_sequence_bytes(
+        layout, expected_sequence_tokens, retention_stride_tokens=retention_stride_tokens, tail_pages=tail_pages
+    )
     spare_bytes = budget_bytes - floor_bytes
     extra_full = spare_bytes * sequence_pages // max(1, per_sequence_bytes)
     left_bytes = spare_bytes - extra_full * layout.full_page_bytes
@@ -202,13 +203,22 @@ def plan_host(
             f"{layout.full_page_bytes:,} bytes and {window_pages:,} window pages of {layout.window_page_bytes:,} bytes"
         )
     sequence_pages = -(-expected_sequence_tokens // layout.page_size)
-    kept_pages = _kept_pages(layout, expected_sequence_tokens, retention_stride_tokens, tail_pages)
-    per_sequence_bytes = sequence_pages * layout.full_page_bytes + kept_pages * layout.window_page_bytes
+    per_sequence_bytes = cached_sequence_bytes(
+        layout, expected_sequence_tokens, retention_stride_tokens=retention_stride_tokens, tail_pages=tail_pages
+    )
     most_full = (budget_bytes - window_pages * layout.window_page_bytes) // max(1, layout.full_page_bytes)
     num_full = min(most_full, max(1, budget_bytes * sequence_pages // per_sequence_bytes))
     left_bytes = budget_bytes - num_full * layout.full_page_bytes
     num_window = left_bytes // layout.window_page_bytes if window_pages else 0
     return PoolPlan(num_full, num_window, num_full * layout.full_page_bytes + num_window * layout.window_page_bytes)
+
+
+def cached_sequence_bytes(
+    layout: KvLayout, sequence_tokens: int, *, retention_stride_tokens: int = 4096, tail_pages: int = 1
+) -> int:
+    """What a cached sequence of so many tokens is worth; see plan_pools()."""
+    kept_pages = _kept_pages(layout, sequence_tokens, retention_stride_tokens, tail_pages)
+    return -(-sequence_tokens // layout.page_size) * layout.full_page_bytes + kept_pages * layout.window_page_bytes
 
 
 def _kept_pages(layout: KvLayout, sequence_tokens: int, retention_stride_tokens: int, tail_pages: int) -> int:
