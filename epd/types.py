@@ -46,6 +46,8 @@ class MediaSpan(msgspec.Struct, frozen=True, kw_only=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """`temperature` 0 is greedy. `top_logprobs` None means no log-probabilities, 0 only the chosen token's.
 
+    No token that would end the answer is drawn as one of its first `min_tokens`.
+
     `max_tokens` counts the whole answer, earlier attempts included: a retry passes the same parameters again.
     """
 
@@ -57,6 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     top_logprobs: int | None = None
+    min_tokens: int = 0
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,6 +169,8 @@ class KvTransfer(msgspec.Struct, frozen=True, kw_only=True, tag="kv"):
     draft_token_ids: tuple[int, ...] = ()
     host_tokens: int = 0
     store_tokens: int = 0
+    first_token_unix_s: float = 0.0
+    """When the prompt was computed; 0 where nobody said."""
 
 
 class KvRefused(msgspec.Struct, frozen=True, kw_only=True, tag="kv_refused"):
@@ -177,16 +182,22 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
     """Output tokens `[index, index + len(token_ids))` of the whole answer, earlier attempts included.
 
     The token that stops an answer (end of sequence or one of `stop_token_ids`) is counted in the usage, never sent.
+
+    The first of a worker for a request says what admission found and how long it has taken so far: a gateway that ends
+    an answer itself, at a stop string, never hears the `Finish`.
     """
 
     request_id: str
     index: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+    usage: Usage | None = None
+    timings: dict[str, float] = {}
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, tag="finish"):
-    """The end of an attempt. `retryable` marks a failure of the machinery, not of the request."""
+    """The end of an attempt. `retryable` marks a failure of the machinery, not of the request. `stop_token_id` is the
+    token that stopped the answer, if one did."""
 
     request_id: str
     reason: FinishReason
@@ -196,6 +207,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, tag="finish"):
     message: str = ""
     retryable: bool = False
     timings: dict[str, float] = {}
+    stop_token_id: int | None = None
 
 
 class LabelledCounter(msgspec.Struct, frozen=True, kw_only=True):

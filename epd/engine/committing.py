@@ -139,10 +139,14 @@ class Committer:
                 index=index,
                 token_ids=tuple(token.token_id for token in sent),
                 logprobs=tuple(token.logprob for token in sent if token.logprob is not None),
+                usage=None if sequence.is_announced else sequence.usage(),
+                timings={} if sequence.is_announced else sequence.timings(self._clock.monotonic_s()),
             )
+            sequence.is_announced = True
             self._roster.reply(sequence.peer, delta)
         if reason is not None:
-            self._roster.finish(sequence, reason, num_unsent=len(taken) - len(sent))
+            stopped_by = taken[-1].token_id if reason is FinishReason.STOP else None
+            self._roster.finish(sequence, reason, stopped_by=stopped_by)
         elif self._role is Role.PREFILL:
             del self._roster.running[sequence.request_id]
             self._roster.handoffs[sequence.request_id] = sequence

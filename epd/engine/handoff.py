@@ -38,11 +38,12 @@ class KvMover:
         first_window_page: int,
         usage: Usage,
         timings: dict[str, float],
+        first_token_unix_s: float = 0.0,
         tail: DraftTail | None = None,
     ) -> HeldTransfer:
         """Copy the KV of `num_tokens` tokens out of the pages; the pages may be released afterwards.
 
-        `tail` is what draft heads left after as many tokens.
+        `tail` is what draft heads left after as many tokens, `first_token_unix_s` when the prompt was computed.
         """
         storage = self._storage
         num_pages = -(-num_tokens // self._page_size)
@@ -75,6 +76,7 @@ class KvMover:
             store_tokens=usage.store_tokens,
             layout_fingerprint=self._fingerprint,
             timings=timings,
+            first_token_unix_s=first_token_unix_s,
             draft_token_ids=() if tail is None else tail.guesses,
         )
         return HeldTransfer(transfer, tuple(tensors))

@@ -37,8 +37,10 @@ class WaitingLine:
         assess: Callable[[Sequence], Outlook],
         *,
         credit_tokens_per_s: float,
+        now_s: Callable[[], float],
     ) -> None:
-        """`assess` says what a sequence has to do with the cache as it is now."""
+        """`assess` says what a sequence has to do with the cache as it is now; `now_s` is monotonic."""
+        self._now_s = now_s
         self._supply = supply
         self._prefixes = prefixes
         self._assess = assess
@@ -122,7 +124,8 @@ class WaitingLine:
         request_id, refs = sequence.request_id, sequence.refs_from(outlook.resume.start)
         self._supply.want(request_id, refs, sequence.request.deadline_unix_s)
         if self._is_ready(sequence, outlook):
-            self._awaiting.pop(request_id, None)
+            if self._awaiting.pop(request_id, None) is not None and sequence.ready_s is None:
+                sequence.ready_s = self._now_s()
             self._ready.put(sequence, outlook.num_compute_tokens)
         else:
             if request_id in self._ready:

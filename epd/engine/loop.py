@@ -322,6 +322,7 @@ class EngineLoop:
             first_window_page=self._cache.window_frontier(sequence.num_prompt),
             usage=sequence.usage(),
             timings=sequence.timings(self._clock.monotonic_s()),
+            first_token_unix_s=sequence.first_token_unix_s(self._clock),
             tail=sequence.draft_tail,
         )
         try:

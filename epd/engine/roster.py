@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
+
 from epd.cache.tiers.tiered import TieredCache
 from epd.engine.clock import Clock
 from epd.engine.feed import RowSupply
@@ -138,14 +140,15 @@ class Roster:
         self.finish(sequence, FinishReason.FAILED, failure=failure)
 
     def finish(
-        self, sequence: Sequence, reason: FinishReason, *, failure: Failure | None = None, num_unsent: int = 0
+        self, sequence: Sequence, reason: FinishReason, *, failure: Failure | None = None, stopped_by: int | None = None
     ) -> None:
-        """End the request. `num_unsent` counts a stop token, which is generated but not part of the answer."""
+        """End the request. `stopped_by` is a stop token, which is generated but not part of the answer."""
         self.counters.finished += 1
         self.release(sequence, keep=reason in (FinishReason.STOP, FinishReason.LENGTH))
         timings = sequence.timings(self._clock.monotonic_s())
-        finish = finish_of(sequence.request_id, reason, sequence.usage(num_unsent=num_unsent), failure, timings)
-        self.reply(sequence.peer, finish)
+        usage = sequence.usage(num_unsent=stopped_by is not None)
+        finish = finish_of(sequence.request_id, reason, usage, failure, timings)
+        self.reply(sequence.peer, msgspec.structs.replace(finish, stop_token_id=stopped_by))
 
     def keep_rows_to_come(self, sequence: Sequence) -> None:
         """Keep of the sequence's embedding rows only those that a later step reads."""

@@ -71,8 +71,15 @@ class Scheduler:
         """Without a `stager` what arrives stays as it came until it has a place."""
         self._config = config
         self._cache = cache
+        self._clock = clock
         self._prefixes = prefixes
-        line = WaitingLine(supply, prefixes, self._outlook, credit_tokens_per_s=config.waiting_credit_tokens_per_s)
+        line = WaitingLine(
+            supply,
+            prefixes,
+            self._outlook,
+            credit_tokens_per_s=config.waiting_credit_tokens_per_s,
+            now_s=clock.monotonic_s,
+        )
         self._roster = Roster(clock, supply, prefixes, cache, line)
         self._placer = Placer(
             self._roster,
@@ -138,6 +145,10 @@ class Scheduler:
         sequence.num_host_tokens = held.transfer.host_tokens
         sequence.num_store_tokens = held.transfer.store_tokens
         sequence.earlier_timings = dict(held.transfer.timings)
+        if held.transfer.first_token_unix_s:
+            # Between two hosts it is as exact as their clocks agree.
+            transfer_s = max(0.0, self._clock.unix_s() - held.transfer.first_token_unix_s)
+            sequence.earlier_timings["transfer_s"] = transfer_s
         self._roster.enter(sequence)
         self._roster.arrived.append(Arrived(sequence, held))
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from encoder.types import EmbeddingRef
 from epd.cache.keys import MediaRun, PageKeyChain
 from epd.cache.sequence_pages import SequencePages
+from epd.engine.clock import Clock
 from epd.engine.heal_rows import HealRing
 from epd.engine.plan import DraftTail, MediaSlice, PageTable
 from epd.engine.sampler import SampleRow
@@ -48,6 +49,10 @@ class Sequence:
     num_retractions: int = 0
     pages: SequencePages | None = None
     draft_tail: DraftTail | None = None
+    is_announced: bool = False
+    """A delta of it was sent, so what admission found is known."""
+    ready_s: float | None = None
+    """What it needs from elsewhere, rows of media and KV of the store, is here or given up."""
     admitted_s: float | None = None
     first_token_s: float | None = None
     earlier_timings: dict[str, float] = field(default_factory=dict)
@@ -138,10 +143,21 @@ class Sequence:
             store_tokens=self.num_store_tokens,
         )
 
+    def first_token_unix_s(self, clock: Clock) -> float:
+        """When its prompt was computed; only of a sequence of which that is so."""
+        assert self.first_token_s is not None
+        return clock.unix_s() - (clock.monotonic_s() - self.first_token_s)
+
     def timings(self, now_s: float) -> dict[str, float]:
-        """Seconds spent queued, to the first token, and decoding, as far as they were reached in this process."""
+        """Seconds spent queued, to the first token, and decoding, as far as they were reached in this process.
+
+        `inputs_s` is the part of `queue_s` in which it waited for rows of media or KV of the store. Decode adds to what
+        prefill measured: `transfer_s` from the prompt's end until its KV was here, and `decode_queue_s`.
+        """
         timings = dict(self.earlier_timings)
         prefix = "decode_" if timings else ""
+        if self.ready_s is not None and self.ready_s > self.arrival_s:
+            timings[f"{prefix}inputs_s"] = self.ready_s - self.arrival_s
         if self.admitted_s is not None:
             timings[f"{prefix}queue_s"] = self.admitted_s - self.arrival_s
         if self.first_token_s is not None and self.admitted_s is not None:

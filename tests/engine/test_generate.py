@@ -148,6 +148,12 @@ def test_logprobs_and_timings_come_along(make_bench: MakeBench) -> None:
     finish: Finish = bench.finishes["a"]
     assert set(finish.timings) == {"queue_s", "prefill_s", "first_token_s", "decode_s"}
     assert finish.timings["decode_s"] == 2.0
+    first, *others = bench.deltas
+    assert first.usage is not None
+    assert first.usage.prompt_tokens == 3
+    assert first.timings == {**finish.timings, "decode_s": 0.0}
+    assert all(delta.usage is None and not delta.timings for delta in others), "said once"
+    assert finish.stop_token_id is None
 
 
 def test_decode_goes_on_while_a_long_prompt_is_computed(make_bench: MakeBench) -> None:

@@ -22,7 +22,9 @@ class World:
         self.rng = random.Random(seed)
         self.paper = make_paper(page_size=PAGE_SIZE)
         self.now_s = 0.0
-        self.line = WaitingLine(self.paper.feed, NO_STORE, self.assess, credit_tokens_per_s=CREDIT)
+        self.line = WaitingLine(
+            self.paper.feed, NO_STORE, self.assess, credit_tokens_per_s=CREDIT, now_s=lambda: self.now_s
+        )
         self.orders: dict[str, int] = {}
 
     @property

@@ -99,7 +99,9 @@ def test_the_answer_is_the_same_over_two_workers(
     finish = pair.finish("a")
     assert finish.usage.completion_tokens == 30
     assert "a" in pair.decode.finishes
-    assert {"queue_s", "first_token_s", "decode_queue_s", "decode_s"} <= set(finish.timings)
+    assert {"queue_s", "first_token_s", "transfer_s", "decode_queue_s", "decode_s"} <= set(finish.timings)
+    # Prefill and decode say it once each.
+    assert [delta.index for delta in (*pair.prefill.deltas, *pair.decode.deltas) if delta.usage is not None] == [0, 1]
     pair.assert_nothing_leased()
 
 
