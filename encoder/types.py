@@ -153,6 +153,17 @@ class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
     sequence: int
 
 
+class HistogramCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """A histogram since the start of its process: `counts[i]` values were above bound i-1 and not above bound i, the
+    last ones above all bounds. `total` is their sum."""
+
+    name: str
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+    labels: dict[str, str] = {}
+
+
 class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
     """Answer to `Ping`: who the encoder is and how loaded. `incarnation` changes with every start of the process."""
 
@@ -170,6 +181,7 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
     leased_bytes: int
     ready: bool
     counters: dict[str, float] = {}
+    histograms: tuple[HistogramCounts, ...] = ()
     tower_busy_s: float = 0.0
     """How long the batch that is in the tower has been there; zero for an idle one."""
     wedged: bool = False

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 import msgspec
 
-from encoder.types import EmbeddingRef, Farewell, Goodbye
+from encoder.types import EmbeddingRef, Farewell, Goodbye, HistogramCounts
 from preprocess.types import MediaKey
 
 
@@ -245,6 +245,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, tag="worker"):
     kv_fingerprint: str = ""
     counters: dict[str, float] = {}
     labelled: tuple[LabelledCounter, ...] = ()
+    histograms: tuple[HistogramCounts, ...] = ()
 
 
 ToWorker = Submit | Abort | Hello | ExpectKv | KvTransfer | Goodbye
