@@ -14,6 +14,7 @@ from epd.config import GatewayConfig
 from epd.errors import InvalidApiKey, ServeError
 from epd.gateway.metrics import GatewayMetrics
 from epd.gateway.operations import Handler, Operation
+from epd.gateway.owner import set_owner
 from epd.gateway.problems import Problem, internal_problem, problem_of
 from epd.gateway.sse import ANSWER_HEADERS, STREAM, EventStream
 
@@ -73,6 +74,7 @@ class Edge:
         matches = [hmac.compare_digest(candidate, key.encode()) for key in self._config.api_keys]
         if not any(matches):
             raise InvalidApiKey("missing or wrong API key; send it as: Authorization: Bearer KEY")
+        set_owner(request, candidate)
 
 
 def _client_left(request: web.Request) -> bool:
