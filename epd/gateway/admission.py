@@ -27,6 +27,10 @@ class Admission:
         self._idle.set()
         self.draining = False
 
+    @property
+    def num_inflight(self) -> int:
+        return self._num_inflight
+
     def check(self) -> None:
         """Raises ShuttingDown or Overloaded when a request that is complete now would be refused."""
         if self.draining:

@@ -14,4 +14,5 @@ def set_owner(request: web.Request, api_key: bytes) -> None:
 
 def owner_of(request: web.Request) -> str:
     """Empty where no API keys are in use: then everybody is the same owner."""
-    return request.get(_OWNER, "")
+    owner: str = request.get(_OWNER, "")
+    return owner

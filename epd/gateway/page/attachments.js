@@ -1,0 +1,170 @@
+// Media on their way to a question: dropped, pasted, picked or recorded; shown with a button to take them back.
+
+import { byId, el, svg } from "./dom.js";
+
+const BY_ENDING = {
+  image: ["png", "jpg", "jpeg", "webp", "gif", "bmp", "tif", "tiff", "avif", "jp2", "ico", "heic", "heif", "ppm", "pgm"],
+  video: ["mp4", "mov", "mkv", "webm", "avi", "ts", "flv", "m4v", "mpg", "mpeg"],
+  audio: ["wav", "mp3", "flac", "ogg", "opus", "m4a", "aac", "aif", "aiff", "caf", "au", "oga"],
+};
+// As text in a message; longer ones are not meant for that.
+const MAX_TEXT_BYTES = 1 << 20;
+
+/** image, video, audio or text; null for what no message can hold. */
+export function kindOf(file) {
+  const family = file.type.split("/")[0];
+  if (family === "text") return "text";
+  if (family in BY_ENDING) return family;
+  const ending = file.name.toLowerCase().split(".").pop();
+  if (["txt", "md", "json", "csv"].includes(ending)) return "text";
+  return Object.keys(BY_ENDING).find((kind) => BY_ENDING[kind].includes(ending)) ?? null;
+}
+
+/** One medium: its file, and a URL of it for this page. */
+export class Medium {
+  constructor(file, kind) {
+    this.file = file;
+    this.kind = kind;
+    this.address = URL.createObjectURL(file);
+    this.data = null;
+  }
+
+  /** A node that shows it; a name where the browser cannot. */
+  view({ controls }) {
+    const words = `${this.kind}: ${this.file.name}`;
+    const node =
+      this.kind === "image"
+        ? el("img", { src: this.address, alt: words })
+        : el(this.kind, { src: this.address, controls, preload: "metadata", "aria-label": words, muted: this.kind === "video" && !controls });
+    node.addEventListener("error", () => node.replaceWith(el("span.file", { title: words }, this.file.name)), { once: true });
+    return node;
+  }
+
+  async part() {
+    this.data ??= await dataUrl(this.file);
+    return { type: `${this.kind}_url`, [`${this.kind}_url`]: { url: this.data } };
+  }
+
+  /** The data of a part made before, so that a conversation is not read from its files every time. */
+  release() {
+    URL.revokeObjectURL(this.address);
+  }
+}
+
+function dataUrl(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => {
+      // The type is the browser's guess and may be empty; the server looks at the bytes alone.
+      const comma = reader.result.indexOf(",");
+      resolve(`data:${file.type.split(";")[0] || "application/octet-stream"};base64,${reader.result.slice(comma + 1)}`);
+    };
+    reader.onerror = () => reject(new Error(`${file.name} cannot be read: ${reader.error.message}`));
+    reader.readAsDataURL(file);
+  });
+}
+
+export class Attachments {
+  #media = [];
+  #list = byId("attachments");
+
+  /** `say` shows a line to the person, `insert` puts text into the question. */
+  constructor({ say, insert }) {
+    this.say = say;
+    this.insert = insert;
+    this.#listen();
+  }
+
+  get isEmpty() {
+    return this.#media.length === 0;
+  }
+
+  async add(files) {
+    const refused = [];
+    for (const file of files) {
+      const kind = kindOf(file);
+      if (kind === null || (kind === "text" && file.size > MAX_TEXT_BYTES)) refused.push(file.name);
+      else if (kind === "text") this.insert(await file.text());
+      else this.put(new Medium(file, kind));
+    }
+    this.say(refused.length ? `Not attached, since it is no picture, video or sound: ${refused.join(", ")}` : "");
+  }
+
+  put(medium) {
+    this.#media.push(medium);
+    this.#show();
+  }
+
+  /** Gives them away, to a message. */
+  take() {
+    const taken = this.#media;
+    this.#media = [];
+    this.#show();
+    return taken;
+  }
+
+  #show() {
+    this.#list.replaceChildren(
+      ...this.#media.map((medium, index) =>
+        el("li", { data: { kind: medium.kind } },
+          medium.view({ controls: medium.kind === "audio" }),
+          el("button.remove", { type: "button", "aria-label": `Remove ${medium.file.name}`, onclick: () => this.#remove(index) }, "×"),
+        ),
+      ),
+    );
+  }
+
+  #remove(index) {
+    const [medium] = this.#media.splice(index, 1);
+    medium.release();
+    this.#show();
+    const left = this.#list.querySelectorAll(".remove");
+    (left[Math.min(index, left.length - 1)] ?? byId("question")).focus();
+  }
+
+  #listen() {
+    const zone = byId("dropzone");
+    const input = byId("files");
+    let depth = 0;
+    const shown = (event) => event.dataTransfer?.types.includes("Files");
+    addEventListener("dragenter", (event) => {
+      if (!shown(event)) return;
+      event.preventDefault();
+      depth += 1;
+      zone.hidden = false;
+    });
+    addEventListener("dragleave", (event) => {
+      if (!shown(event)) return;
+      depth = Math.max(0, depth - 1);
+      zone.hidden = depth === 0;
+    });
+    addEventListener("dragover", (event) => shown(event) && event.preventDefault());
+    addEventListener("drop", (event) => {
+      if (!shown(event)) return;
+      event.preventDefault();
+      depth = 0;
+      zone.hidden = true;
+      this.add([...event.dataTransfer.files]);
+      byId("question").focus();
+    });
+    addEventListener("paste", (event) => {
+      const files = [...(event.clipboardData?.files ?? [])];
+      if (!files.length || event.target.closest?.("dialog")) return;
+      event.preventDefault();
+      this.add(files);
+    });
+    byId("attach").addEventListener("click", () => input.click());
+    input.addEventListener("change", () => {
+      this.add([...input.files]);
+      input.value = "";
+      byId("question").focus();
+    });
+  }
+}
+
+/** A sound as a row of bars, where there is no picture of it. */
+export function waveform() {
+  const heights = [6, 10, 18, 30, 22, 38, 48, 34, 44, 26, 36, 50, 40, 28, 42, 32, 20, 30, 24, 14, 20, 10, 6];
+  const bars = heights.map((height, index) => svg("rect", { class: "wave", x: index * 8 + 1, y: (56 - height) / 2, width: 4, height, rx: 2 }));
+  return svg("svg", { viewBox: "0 0 184 56", "aria-hidden": "true" }, ...bars);
+}
