@@ -21,10 +21,10 @@ class Step:
 
     | stage | names |
     |---|---|
-    | gateway | read, render, fetch, encoder, assemble, dispatch |
+    | gateway | read, render, fetch, assemble, prefix_wait, dispatch |
     | encode | queue, prepare, batch_wait, tower |
-    | prefill | queue, compute |
-    | transfer | kv |
+    | prefill | queue, compute, unfinished |
+    | transfer | inputs, kv |
     | decode | queue, decode |
 
     `item` is the part of the request the step belongs to (`messages[0].content[1]`) or the choice (`choices[2]`);
