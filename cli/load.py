@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import msgspec
 
 from cli.errors import ConfigError as ConfigError
-from cli.models import PACKAGED_MODELS, ModelUnavailable, imported_model, is_imported, kv_store_dir
+from cli.models import PACKAGED_MODELS, ModelUnavailable, cache_dir, imported_model, is_imported, kv_store_dir
 from encoder import FrontConfig, SglangConfig
 from encoder.checkpoint import CheckpointError, read_json_object
 from encoder.config import EncoderConfig
@@ -308,7 +308,7 @@ def load(
     gateway = build(
         "gateway",
         GatewayConfig,
-        settings.get("gateway", {}),
+        {"files_dir": cache_dir(environ).absolute() / "files"} | settings.get("gateway", {}),
         fetch=fetch_policy(settings.get("fetch", {})),
         encoders=tuple(address("encoder", i) for i in range(counts["encoder"])),
         prefill=tuple(address("prefill", i) for i in range(counts["prefill"])),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from encoder.links import MemoryLink
     from encoder.local import LocalEmbedding, LocalEncoder, LocalRows
+    from encoder.pace import Pace, PaceLimits
     from encoder.process import open_server, run_encoder
     from encoder.ring import Ring
     from encoder.sglang.config import SglangConfig
@@ -36,6 +37,8 @@ __all__ = [
     "LocalEncoder",
     "LocalRows",
     "MemoryLink",
+    "Pace",
+    "PaceLimits",
     "Part",
     "Ring",
     "ServingTowers",
@@ -69,6 +72,8 @@ _HOMES = {
     "LocalEncoder": "encoder.local",
     "LocalRows": "encoder.local",
     "MemoryLink": "encoder.links",
+    "Pace": "encoder.pace",
+    "PaceLimits": "encoder.pace",
     "Part": "encoder.inventory",
     "Ring": "encoder.ring",
     "ServingTowers": "encoder.towers.serving",

@@ -107,3 +107,10 @@ class FilesFull(ServeError):
 
     status = 413
     code = "file_storage_full"
+
+
+class ForeignPage(ServeError):
+    """A form that a page of another site makes a browser send, which needs nobody's leave."""
+
+    status = 403
+    code = "foreign_page"

@@ -78,6 +78,17 @@ class GatewayConfig:
     max_attempts: int = 3
     default_max_tokens: int = 512
     api_keys: tuple[str, ...] = ()
+    # Where uploaded files are kept; gateways may share it. None, or files_bytes of 0: there is no /v1/files.
+    files_dir: Path | None = None
+    # Of each API key: what its files may take in all, and how many there may be.
+    files_bytes: int = 4 << 30
+    files_count: int = 10_000
+    # Of one file. To be used as a medium it must also be within `FetchPolicy.max_bytes`.
+    file_max_bytes: int = 256 << 20
+    # When files go by themselves, counted from their upload; a client may ask for less.
+    files_ttl_s: float = 30 * 86400.0
+    # Content that clients may name again by uuid or key (`epd.gateway.media_shelf`), of all API keys together.
+    media_shelf_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
         positive(
@@ -94,7 +105,13 @@ class GatewayConfig:
             restart_wait_s=self.restart_wait_s,
             max_attempts=self.max_attempts,
             default_max_tokens=self.default_max_tokens,
+            files_count=self.files_count,
+            file_max_bytes=self.file_max_bytes,
+            files_ttl_s=self.files_ttl_s,
         )
+        for name in ("files_bytes", "media_shelf_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"gateway.{name} is {getattr(self, name)}; it must not be negative")
         if self.drain_s < 0:
             raise ValueError(f"gateway.drain_s is {self.drain_s}; it must not be negative")
         if not 0 <= self.port <= 65535:

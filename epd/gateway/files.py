@@ -6,14 +6,13 @@
 
 A file is there whole or not at all, whatever dies when: one rename brings it, another takes it away. So gateways may
 share a root, and what a dead one left in `arriving` any other one removes. Nothing that a client says is ever part of a
-path: an owner is a digest, and an id is looked up only if it has the form of those given out here.
+path: an owner is a digest (see `epd.gateway.owner`), and an id is looked up only if it looks like those given out here.
 
 Everything here blocks and may be called from any thread.
 """
 
 import errno
 import fcntl
-import hashlib
 import itertools
 import logging
 import mmap
@@ -42,6 +41,8 @@ Purpose = Literal["user_data", "vision", "assistants"]
 
 _ID: Final = re.compile(r"file-[0-9a-f]{32}")
 _OWNER: Final = re.compile(r"[0-9a-f]{32}")
+# Where no API keys are in use.
+_EVERYBODY: Final = "everybody"
 _CONTENT, _ABOUT = "content", "about.json"
 _ABOUT_BYTES: Final = 64 << 10
 
@@ -70,11 +71,6 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     media_type: str
     modality: Modality | None
     """What the content is, found from its bytes; None for what is no medium."""
-
-
-def owner_name(api_key: str) -> str:
-    """The directory of an API key's files: a digest, since keys do not belong on disk. The empty key is everybody."""
-    return hashlib.sha256(b"files of " + api_key.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
 class FileStore:
@@ -132,7 +128,7 @@ class FileStore:
         """
         file = self.get(owner, file_id)
         try:
-            path = self._kept / owner / file_id / _CONTENT
+            path = self._place(owner) / file_id / _CONTENT
             return file, os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError as error:
             raise unknown_file(file_id) from error
@@ -180,14 +176,18 @@ class FileStore:
         return self._workspace
 
     def _owners(self) -> list[str]:
-        return [name for name in _names(self._kept) if _OWNER.fullmatch(name)]
+        names = _names(self._kept)
+        return [name for name in names if _OWNER.fullmatch(name)] + ([""] if _EVERYBODY in names else [])
+
+    def _place(self, owner: str) -> Path:
+        return self._kept / (owner or _EVERYBODY)
 
     def _ids(self, owner: str) -> list[str]:
-        return [name for name in _names(self._kept / owner) if _ID.fullmatch(name)]
+        return [name for name in _names(self._place(owner)) if _ID.fullmatch(name)]
 
     def _read(self, owner: str, file_id: str, *, is_expired_too: bool = False) -> StoredFile | None:
         """From disk: another gateway may have deleted it. None for what is not there, or not whole."""
-        directory = self._kept / owner / file_id
+        directory = self._place(owner) / file_id
         try:
             with (directory / _ABOUT).open("rb") as about:
                 file = msgspec.json.decode(about.read(_ABOUT_BYTES), type=StoredFile)
@@ -204,7 +204,7 @@ class FileStore:
         self._known.pop((owner, file_id), None)
         away = self._space.new_name()
         try:
-            os.rename(self._kept / owner / file_id, away)
+            os.rename(self._place(owner) / file_id, away)
         except FileNotFoundError:
             return False
         shutil.rmtree(away, ignore_errors=True)
@@ -216,7 +216,8 @@ class FileStore:
         limits = self.limits
         if len(files) + 1 > limits.max_count:
             raise FilesFull(
-                f"{len(files)} files are kept, which is the most allowed (gateway.files_count); delete some", param="file"
+                f"{len(files)} files are kept, which is the most allowed (gateway.files_count); delete some",
+                param="file",
             )
         kept_bytes = sum(file.size_bytes for file in files)
         if kept_bytes + size_bytes > limits.total_bytes:
@@ -230,7 +231,7 @@ class FileStore:
         """Raises FilesFull. One process at a time, so that the limits hold for all together."""
         with _locked(self._root / "lock"):
             self._check_room(owner, file.size_bytes)
-            target = self._kept / owner
+            target = self._place(owner)
             target.mkdir(mode=0o700, exist_ok=True)
             os.rename(directory, target / file.id)
             _sync(target)

@@ -28,7 +28,7 @@ class Shelved:
 
     content: bytes
     modality: Modality
-    options: MediaOptions = MediaOptions()
+    options: MediaOptions = field(default_factory=MediaOptions)
 
 
 @dataclass(slots=True)
