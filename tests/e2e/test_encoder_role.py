@@ -23,6 +23,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from tests.e2e.service import ROOT, SAMPLES, Service, file_url, running_service
+from tests.security.hostile import send_pickles_everywhere
 
 pytestmark = pytest.mark.e2e
 
@@ -94,6 +95,14 @@ def picture(seed: int, height: int = 240, width: int = 320) -> bytes:
     pixels = np.random.default_rng(seed).integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
     Image.fromarray(pixels).resize((width, height)).save(buffer, "JPEG", quality=90)
     return buffer.getvalue()
+
+
+def test_pickles_are_not_read_anywhere(service: Service) -> None:
+    """SGLang's own messages are pickles; what is not on the short list of those is none."""
+    pids = service.stages()
+    send_pickles_everywhere(service)
+    assert service.stages() == pids
+    assert service.get("/health").status == 200
 
 
 def test_rows_by_url_and_by_upload_are_those_of_the_command_line(
