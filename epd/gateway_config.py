@@ -47,7 +47,8 @@ class FetchPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
-    """The HTTP side. Addresses are ZMQ endpoints (`ipc://` or `tcp://`), one per process of the stage."""
+    """The HTTP side. Addresses are ZMQ endpoints: `ipc://` or `tcp://` of a process, or `tcp://NAME:PORT` of as many
+    processes as the name has addresses."""
 
     model_dir: Path
     model_name: str
@@ -72,6 +73,11 @@ class GatewayConfig:
     # How long a request waits for a stage that is down, at admission and before each further attempt. A killed stage is
     # missed at once and is back within this time unless the machine is very busy; clients are told to come back then.
     restart_wait_s: float = 12.0
+    # How often host names among the addresses are resolved again: what they stand for comes and goes.
+    resolve_period_s: float = 5.0
+    # Whether /ready asks for every process of every stage, or for one of each: where replicas come and go, one of them is
+    # always coming or going.
+    ready_needs_all: bool = True
     # How long answers may go on after the signal to stop; shorter than `SupervisorConfig.drain_s`, after which the
     # supervisor kills. What has not ended by then is ended with an error.
     drain_s: float = 10.0
@@ -103,6 +109,7 @@ class GatewayConfig:
             heartbeat_s=self.heartbeat_s,
             worker_timeout_s=self.worker_timeout_s,
             restart_wait_s=self.restart_wait_s,
+            resolve_period_s=self.resolve_period_s,
             max_attempts=self.max_attempts,
             default_max_tokens=self.default_max_tokens,
             files_count=self.files_count,

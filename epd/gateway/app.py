@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 from aiohttp import web
 
@@ -32,14 +33,21 @@ def create_app(
     encoder: Encoder,
     prefill: Sequence[Channel],
     decode: Sequence[Channel] = (),
+    discovery: Callable[[Fleet], AbstractAsyncContextManager[None]] | None = None,
     clock: Callable[[], float] = time.monotonic,
     unix_clock: Callable[[], float] = time.time,
 ) -> web.Application:
     """The gateway over what is handed in. The channels are opened when the app starts and closed when it stops;
     `fetcher` and `encoder` belong to the caller. Serve it with `start_gateway`, which notices a client that leaves.
+    `discovery` adds workers to the fleet, and retires them, for as long as the app runs.
     """
     fleet = Fleet(
-        prefill=prefill, decode=decode, heartbeat_s=config.heartbeat_s, timeout_s=config.worker_timeout_s, clock=clock
+        prefill=prefill,
+        decode=decode,
+        heartbeat_s=config.heartbeat_s,
+        timeout_s=config.worker_timeout_s,
+        clock=clock,
+        has_decode=bool(decode or config.decode),
     )
     metrics = GatewayMetrics(fleet=fleet, encoder_infos=encoder.infos)
     admission = Admission(
@@ -68,7 +76,8 @@ def create_app(
 
     async def run_stages(_: web.Application) -> AsyncIterator[None]:
         fleet.start()
-        yield
+        async with nullcontext() if discovery is None else discovery(fleet):
+            yield
         await fleet.stop()
 
     app.cleanup_ctx.append(run_stages)

@@ -4,15 +4,20 @@ import asyncio
 import logging
 import signal
 import sys
+from contextlib import AbstractAsyncContextManager
 
 import uvloop
 
 from encoder.checkpoint import CheckpointError
 from encoder.client import EncoderClient
+from encoder.cluster import ClusterKeys
 from epd.config import GatewayConfig
 from epd.gateway.app import create_app, start_gateway
 from epd.gateway.render import Renderer
+from epd.router.discovery import Discovery, Stage, is_name
+from epd.router.workers import Fleet
 from epd.transport.sockets import WorkerChannel
+from epd.types import Role
 from preprocess.config import FetchLimits
 from preprocess.fetch import Fetcher
 
@@ -26,18 +31,20 @@ def fetch_limits(config: GatewayConfig) -> FetchLimits:
     return config.fetch.limits
 
 
-async def serve_gateway(config: GatewayConfig, stop: asyncio.Event) -> None:
+async def serve_gateway(config: GatewayConfig, stop: asyncio.Event, *, keys: ClusterKeys | None = None) -> None:
     """Serve until `stop` is set. Raises CheckpointError for a model directory and OSError for a port that cannot be
     used."""
     renderer = Renderer.load(config.model_dir)
-    async with Fetcher(fetch_limits(config)) as fetcher, EncoderClient.connect(config.encoders) as encoder:
+    encoders = [address for address in config.encoders if not is_name(address)]
+    async with Fetcher(fetch_limits(config)) as fetcher, EncoderClient.connect(encoders, keys=keys) as encoder:
         app = create_app(
             config,
             renderer=renderer,
             fetcher=fetcher,
             encoder=encoder,
-            prefill=[WorkerChannel(address) for address in config.prefill],
-            decode=[WorkerChannel(address) for address in config.decode],
+            prefill=[WorkerChannel(address, keys=keys) for address in config.prefill if not is_name(address)],
+            decode=[WorkerChannel(address, keys=keys) for address in config.decode if not is_name(address)],
+            discovery=lambda fleet: discovering(config, fleet, encoder, keys=keys),
         )
         runner, port = await start_gateway(app, host=config.host, port=config.port)
         logger.info("gateway serves %s on %s:%d", config.model_name, config.host, port)
@@ -47,8 +54,28 @@ async def serve_gateway(config: GatewayConfig, stop: asyncio.Event) -> None:
             await runner.cleanup()
 
 
-def run_gateway(config: GatewayConfig) -> None:
-    """Run the gateway in this process until SIGTERM.
+def discovering(
+    config: GatewayConfig, fleet: Fleet, encoder: EncoderClient, *, keys: ClusterKeys | None
+) -> AbstractAsyncContextManager[None]:
+    """Follow the host names among the addresses: whoever is behind them joins the fleet and the encoders' ring."""
+
+    def workers(name: str, addresses: tuple[str, ...], role: Role) -> Stage:
+        return Stage(
+            name=name,
+            targets=tuple(filter(is_name, addresses)),
+            add=lambda address: fleet.add(WorkerChannel(address, keys=keys), role),
+            retire=lambda address: fleet.retire(address, role),
+        )
+
+    encoders = Stage(
+        name="encoder", targets=tuple(filter(is_name, config.encoders)), add=encoder.add, retire=encoder.retire
+    )
+    stages = [workers("prefill", config.prefill, fleet.roles[0]), workers("decode", config.decode, Role.DECODE), encoders]
+    return Discovery(stages, period_s=config.resolve_period_s).running()
+
+
+def run_gateway(config: GatewayConfig, *, keys: ClusterKeys | None = None) -> None:
+    """Run the gateway in this process until SIGTERM. `keys` are those of its cluster.
 
     A checkpoint that cannot work ends it with one line in the log and exit code 2: starting again is no use.
     """
@@ -59,7 +86,7 @@ def run_gateway(config: GatewayConfig) -> None:
         # SIGINT is the supervisor's: a Ctrl-C reaches every stage at once and would end them in no order.
         loop.add_signal_handler(signal.SIGTERM, stop.set)
         try:
-            await serve_gateway(config, stop)
+            await serve_gateway(config, stop, keys=keys)
         except CheckpointError as error:
             logger.error("gateway cannot start: %s", " ".join(str(error).split()))
             sys.exit(_EXIT_REFUSED)

@@ -1,5 +1,6 @@
 """What the gateway says about itself: models, health, readiness, metrics."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
@@ -13,6 +14,7 @@ from epd.gateway.metrics import STAGE_OF_ROLE, GatewayMetrics
 from epd.gateway.operations import Answer, Operation
 from epd.gateway.validation import unknown_model
 from epd.router.workers import Fleet
+from epd.types import Role
 
 
 class Status:
@@ -98,18 +100,27 @@ class Status:
         return web.json_response({"status": "ok"})
 
     async def ready(self, _: web.Request) -> web.Response:
-        """200 when every process of every stage takes work, else 503 and why, by stage."""
+        """200 when every process of every stage takes work, or at least one, else 503 and why, by stage."""
         if self._admission.draining:
             return web.json_response({"status": "draining"}, status=503)
         stages: dict[str, list[str]] = {}
         for role in self._fleet.roles:
-            reasons = (self._fleet.why_not_ready(worker) for worker in self._fleet.of_role(role))
-            stages[STAGE_OF_ROLE[role]] = [reason for reason in reasons if reason is not None]
+            listed = self._config.decode if role is Role.DECODE else self._config.prefill
+            reasons = [self._fleet.why_not_ready(worker) for worker in self._fleet.of_role(role)]
+            stages[STAGE_OF_ROLE[role]] = self._missing(listed, reasons)
         encoders = self._encoder.infos()
-        stages["encoder"] = [f"{name}: not up" for name, info in encoders.items() if info is None or not info.ready]
+        troubles = [None if info is not None and info.ready else f"{name}: not up" for name, info in encoders.items()]
+        stages["encoder"] = self._missing(self._config.encoders, troubles)
         missing = {stage: reasons for stage, reasons in stages.items() if reasons}
         status = {"status": "waiting", "waiting_for": missing} if missing else {"status": "ready"}
         return web.json_response(status, status=503 if missing else 200)
+
+    def _missing(self, listed: Sequence[str], reasons: Sequence[str | None]) -> list[str]:
+        """Why a stage is not ready: of its members that are known, those that keep it from being so."""
+        if listed and not reasons:
+            return [f"{address}: no process is known there" for address in listed]
+        is_ready = not self._config.ready_needs_all and None in reasons
+        return [] if is_ready else [reason for reason in reasons if reason is not None]
 
     async def metrics_text(self, _: web.Request) -> web.Response:
         return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
