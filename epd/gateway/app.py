@@ -15,11 +15,18 @@ from epd.gateway.connection import ApiServer
 from epd.gateway.edge import Edge
 from epd.gateway.media import Encoder, MediaFetcher, MediaStage
 from epd.gateway.metrics import GatewayMetrics
-from epd.gateway.operations import ApiPart, add_routes
+from epd.gateway.openapi import Document
+from epd.gateway.operations import ApiPart, Operation, add_routes
+from epd.gateway.page_files import PageFiles
+from epd.gateway.pipeline import Pipeline
+from epd.gateway.recent import RecentRequests
 from epd.gateway.render import Renderer
 from epd.gateway.status import Status
 from epd.router.workers import Fleet
 from epd.transport.base import Channel
+
+OPERATIONS: web.AppKey[Sequence[Operation]] = web.AppKey("operations", Sequence)
+"""All that the application can do."""
 
 # What is left to write after the drain: last events of streams, bodies of refusals.
 _LAST_WORDS_S = 2.0
@@ -64,13 +71,26 @@ def create_app(
     chat = ChatService(
         config=config, renderer=renderer, media=media, fleet=fleet, metrics=metrics, clock=clock, unix_clock=unix_clock
     )
+    recent = RecentRequests()
     bodies = BodyReader(max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
     parts: list[ApiPart] = [
         ChatCompletions(config, chat=chat, admission=admission, bodies=bodies),
         Status(config, chat=chat, fleet=fleet, encoder=encoder, metrics=metrics, admission=admission),
+        Pipeline(
+            config,
+            fleet=fleet,
+            encoder=encoder,
+            admission=admission,
+            recent=recent,
+            clock=clock,
+            unix_clock=unix_clock,
+        ),
+        PageFiles(),
     ]
+    parts.append(Document(config, operations=lambda: operations))
     operations = [operation for part in parts for operation in part.operations()]
     app = web.Application(middlewares=[Edge(config, metrics=metrics, operations=operations).around])
+    app[OPERATIONS] = tuple(operations)
     add_routes(app, operations)
     app[_DRAIN] = Drain(config, fleet=fleet, admission=admission)
 

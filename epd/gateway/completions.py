@@ -11,6 +11,7 @@ from aiohttp import web
 
 from epd.config import GatewayConfig
 from epd.gateway.admission import Admission
+from epd.gateway.answer_shapes import ChatCompletion, ChatCompletionChunk
 from epd.gateway.body import SMALL_BODY_BYTES, BodyReader
 from epd.gateway.chat import ChatService
 from epd.gateway.operations import Answer, Operation
@@ -40,7 +41,13 @@ class ChatCompletions:
                 tag="chat",
                 summary="Answer a conversation",
                 request=ChatBody,
-                responses={200: Answer(description="The answer, whole or as a stream of events")},
+                responses={
+                    200: Answer(
+                        description="The answer, whole or as a stream of events",
+                        shape=ChatCompletion,
+                        events=ChatCompletionChunk,
+                    )
+                },
                 errors=(404, 422, 429, 502, 504),
             ),
         )

@@ -5,7 +5,7 @@ import logging
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from epd.gateway.problems import Problem
+from epd.gateway.problems import Problem, new_request_id
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,10 @@ class ApiConnection(RequestHandler):
         what = (message or "it cannot be read").strip().partition("\n")[0].rstrip(":")
         logger.info("a request from %s is no HTTP: %s", request.remote, what)
         problem = Problem(status, "malformed_request", f"the request is not valid HTTP: {what}")
-        response = web.Response(body=problem.json_bytes(), status=status, content_type="application/json")
+        headers = {"X-Request-Id": new_request_id()}
+        response = web.Response(
+            body=problem.json_bytes(), status=status, content_type="application/json", headers=headers
+        )
         response.force_close()
         return response
 

@@ -4,7 +4,6 @@ import asyncio
 import hmac
 import logging
 import re
-import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
@@ -15,7 +14,7 @@ from epd.errors import InvalidApiKey, ServeError
 from epd.gateway.metrics import GatewayMetrics
 from epd.gateway.operations import Handler, Operation
 from epd.gateway.owner import set_owner
-from epd.gateway.problems import Problem, internal_problem, problem_of
+from epd.gateway.problems import Problem, internal_problem, new_request_id, problem_of
 from epd.gateway.sse import ANSWER_HEADERS, STREAM, EventStream
 
 logger = logging.getLogger(__name__)
@@ -84,7 +83,7 @@ def _client_left(request: web.Request) -> bool:
 def _request_id(request: web.Request) -> str:
     """The client's own id when it is a sane one, else a new one."""
     given = request.headers.get("X-Request-Id", "")
-    return given if _REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+    return given if _REQUEST_ID.fullmatch(given) else new_request_id()
 
 
 async def _refuse(request: web.Request, problem: Problem) -> web.StreamResponse:

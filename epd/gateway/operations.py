@@ -1,7 +1,8 @@
 """What the API can do: one `Operation` for each method and path. The routes are built from them, and so is the document
 that describes them (`epd.gateway.openapi`), so the two cannot drift apart.
 
-Every part of the API is a class with `operations()`; `epd.gateway.app` collects them.
+Every part of the API is a class with `operations()`; `epd.gateway.app` collects them. What an operation answers has a
+shape in `epd.gateway.answer_shapes`, or in a module of its own beside the part: the tests compare every answer with it.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -34,8 +35,9 @@ ERRORS: Mapping[int, str] = {
 }
 """Every status of an error answer, and when it is given. All have the same shape."""
 
-_ERRORS_OF_ALL = frozenset({401, 500})
-_ERRORS_OF_BODIES = frozenset({400, 408, 413, 415, 503})
+# 400 is also the answer to what is no HTTP.
+_ERRORS_OF_ALL = frozenset({400, 401, 405, 500})
+_ERRORS_OF_BODIES = frozenset({408, 413, 415, 503})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

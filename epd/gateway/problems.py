@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,11 @@ def problem_of(error: ServeError | MediaError | EncoderError, *, param: str | No
 def internal_problem(request_id: str) -> Problem:
     """For an error nobody foresaw: the log has it, the client gets the id to ask about."""
     return Problem(500, "internal_error", f"internal error; the server's log has it under request {request_id}")
+
+
+def new_request_id() -> str:
+    """For a request whose client gave it none that can be used."""
+    return f"req-{uuid.uuid4().hex}"
 
 
 class Refused(ServeError):

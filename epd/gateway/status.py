@@ -8,6 +8,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from epd.config import GatewayConfig
 from epd.gateway.admission import Admission
+from epd.gateway.answer_shapes import Health, ModelCard, ModelList, NotReady, Ready
 from epd.gateway.chat import ChatService
 from epd.gateway.media import Encoder
 from epd.gateway.metrics import STAGE_OF_ROLE, GatewayMetrics
@@ -46,7 +47,7 @@ class Status:
                 handler=self.models,
                 tag="models",
                 summary="List the models served",
-                responses={200: Answer(description="The models")},
+                responses={200: Answer(description="The models", shape=ModelList)},
             ),
             Operation(
                 method="GET",
@@ -54,7 +55,7 @@ class Status:
                 handler=self.model,
                 tag="models",
                 summary="Describe one model",
-                responses={200: Answer(description="The model")},
+                responses={200: Answer(description="The model", shape=ModelCard)},
                 errors=(404,),
             ),
             Operation(
@@ -63,7 +64,7 @@ class Status:
                 handler=self.health,
                 tag="status",
                 summary="Whether the process lives",
-                responses={200: Answer(description="It does")},
+                responses={200: Answer(description="It does", shape=Health)},
                 is_open=True,
             ),
             Operation(
@@ -72,7 +73,10 @@ class Status:
                 handler=self.ready,
                 tag="status",
                 summary="Whether every stage takes work",
-                responses={200: Answer(description="It does"), 503: Answer(description="It does not, and why")},
+                responses={
+                    200: Answer(description="It does", shape=Ready),
+                    503: Answer(description="It does not, and why", shape=NotReady),
+                },
                 is_open=True,
             ),
             Operation(
@@ -102,7 +106,7 @@ class Status:
     async def ready(self, _: web.Request) -> web.Response:
         """200 when every process of every stage takes work, or at least one, else 503 and why, by stage."""
         if self._admission.draining:
-            return web.json_response({"status": "draining"}, status=503)
+            return _readiness({"status": "draining"}, status=503)
         stages: dict[str, list[str]] = {}
         for role in self._fleet.roles:
             listed = self._config.decode if role is Role.DECODE else self._config.prefill
@@ -113,7 +117,7 @@ class Status:
         stages["encoder"] = self._missing(self._config.encoders, troubles)
         missing = {stage: reasons for stage, reasons in stages.items() if reasons}
         status = {"status": "waiting", "waiting_for": missing} if missing else {"status": "ready"}
-        return web.json_response(status, status=503 if missing else 200)
+        return _readiness(status, status=503 if missing else 200)
 
     def _missing(self, listed: Sequence[str], reasons: Sequence[str | None]) -> list[str]:
         """Why a stage is not ready: of its members that are known, those that keep it from being so."""
@@ -133,3 +137,8 @@ class Status:
             "owned_by": "mimo-epd",
             "max_model_len": self._chat.max_context_tokens,
         }
+
+
+def _readiness(body: dict[str, Any], *, status: int) -> web.Response:
+    headers = {"Retry-After": "1"} if status == 503 else {}
+    return web.json_response(body, status=status, headers=headers)

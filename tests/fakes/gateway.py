@@ -16,6 +16,7 @@ from epd.gateway.template import ChatTemplate
 from epd.gateway.vocabulary import Vocabulary
 from epd.transport.memory import MemoryNetwork
 from epd.types import GenerateRequest, Role
+from tests.fakes.document import AnswerJudge
 from tests.fakes.stages import CONTEXT_TOKENS, FakeEncoder, FakeFetcher, FakeWorker
 
 MODEL_DIR = Path(__file__).parent.parent.parent / "epd" / "builtin" / "mimo-nano"
@@ -74,6 +75,8 @@ class Stack:
     app: Any
     stop: Callable[[], Awaitable[None]]
     """What SIGTERM does; may be called before the block ends."""
+    judge: AnswerJudge
+    """Has seen every answer of `session` that is no stream."""
     headers: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -97,7 +100,9 @@ class Stack:
         ) as response:
             assert response.status == 200, await response.text()
             assert response.content_type == "text/event-stream"
-            blocks = (await response.text()).split("\n\n")
+            text = await response.text()
+            self.judge.check("POST", "/v1/chat/completions", response.status, response.headers, text)
+            blocks = text.split("\n\n")
         payloads = [block.removeprefix("data: ") for block in blocks if block]
         return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]
 
@@ -158,5 +163,18 @@ async def running_gateway(
         runner, port = await start_gateway(app, host="127.0.0.1", port=0)
         stack.push_async_callback(runner.cleanup)
         url = f"http://127.0.0.1:{port}"
-        session = await stack.enter_async_context(aiohttp.ClientSession(url))
-        yield Stack(url, session, network, workers, encoder, fetcher, app, runner.cleanup)
+        judge = AnswerJudge(app, config)
+        session = await stack.enter_async_context(aiohttp.ClientSession(url, middlewares=(_judged_by(judge),)))
+        yield Stack(url, session, network, workers, encoder, fetcher, app, runner.cleanup, judge)
+
+
+def _judged_by(judge: AnswerJudge) -> aiohttp.ClientMiddlewareType:
+    """Every answer but streams is held to the document before the test sees it."""
+
+    async def judged(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+        response = await handler(request)
+        if response.content_type != "text/event-stream" and request.method != "HEAD":
+            judge.check(request.method, str(request.url), response.status, response.headers, await response.read())
+        return response
+
+    return judged
