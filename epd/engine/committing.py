@@ -91,6 +91,8 @@ class Committer:
             self._roster.fail(sequence, outcome.failure)
             return
         sequence.num_computed = step.stop
+        if sequence.chunk_ends is not None and sequence.first_token_s is None:
+            sequence.chunk_ends.append((self._clock.monotonic_s(), step.stop))
         if step.media:
             self._roster.keep_rows_to_come(sequence)
         if step.heals:

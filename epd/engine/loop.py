@@ -106,6 +106,7 @@ class EngineLoop:
             self._run()
         finally:
             self._feed.close()
+            self._runner.close()
             self._tiers.close()
 
     def stop(self) -> None:
@@ -134,12 +135,14 @@ class EngineLoop:
         return _STALLED_WAIT_S if self._plan.is_empty else 0.0
 
     def _compute(self) -> None:
+        started_s = self._clock.monotonic_s()
         try:
             result = self._runner.run(self._plan)
         except CopyFailed:
             self._scheduler.undo(self._plan)
         else:
             self._scheduler.commit(self._plan, result)
+            self._scheduler.measures.stepped(self._plan, self._clock.monotonic_s() - started_s)
 
     def _run(self) -> None:
         wait_s = 0.0
@@ -198,9 +201,8 @@ class EngineLoop:
     def _submit(self, peer: Peer, message: Submit) -> None:
         request, role = message.request, self._identity.role
         if role is Role.DECODE or (role is Role.PREFILL) != (message.decode_address is not None):
-            self._refuse(
-                peer, request, f"a {role} worker cannot take a prompt for decode worker {message.decode_address}"
-            )
+            why = f"a {role} worker cannot take a prompt for decode worker {message.decode_address}"
+            self._refuse(peer, request, why)
             return
         if message.kv_fingerprint not in (None, self._mover.fingerprint):
             differ = f"{message.decode_address} holds KV as {message.kv_fingerprint}, not {self._mover.fingerprint}"
@@ -242,14 +244,13 @@ class EngineLoop:
             case Ready(expected=expected, held=held):
                 sequence = self._sequence(expected.peer, expected.request)
                 if held.transfer.num_tokens != sequence.num_prompt:
-                    message = f"KV of {held.transfer.num_tokens} tokens came for a prompt of {sequence.num_prompt}"
-                    self._end(expected.peer, expected.request, Failure(500, "kv_mismatch", message, retryable=True))
+                    why = f"KV of {held.transfer.num_tokens} tokens came for a prompt of {sequence.num_prompt}"
+                    self._end(expected.peer, expected.request, Failure(500, "kv_mismatch", why, retryable=True))
                     return
                 self._scheduler.submit_transfer(sequence, held)
-            case Refused(expected=expected, message=None):
-                self._end(expected.peer, expected.request, None)
-            case Refused(expected=expected, message=str(message)):
-                self._end(expected.peer, expected.request, Failure(503, "kv_refused", message, retryable=True))
+            case Refused(expected=expected, message=why):
+                refused = None if why is None else Failure(503, "kv_refused", why, retryable=True)
+                self._end(expected.peer, expected.request, refused)
 
     def _abort(self, peer: Peer, request_id: str) -> None:
         if request_id in self._scheduler:
@@ -285,8 +286,7 @@ class EngineLoop:
         message = f"worker {self._identity.name} had not heard from this gateway for too long and let the request go"
         failure = Failure(503, "gateway_silent", message, retryable=True)
         expected = self._desk.drop_peer(peer, self._clock.monotonic_s())
-        num_ended = self._scheduler.drop_peer(peer, failure) + len(expected)
-        if num_ended:
+        if num_ended := self._scheduler.drop_peer(peer, failure) + len(expected):
             logger.warning("gateway %s fell silent; %d requests of it are ended", peer, num_ended)
         for one in expected:
             self._end(peer, one.request, failure)
@@ -297,9 +297,8 @@ class EngineLoop:
         self._peers.lose(peer, now_s)
         self._departure.forget(peer)
         num_dropped = self._scheduler.drop_peer(peer) + len(self._desk.drop_peer(peer, now_s))
-        logger.log(
-            logging.WARNING if num_dropped else logging.DEBUG, "%s; %d requests of it dropped", error, num_dropped
-        )
+        level = logging.WARNING if num_dropped else logging.DEBUG
+        logger.log(level, "%s; %d requests of it dropped", error, num_dropped)
 
     def _sequence(self, peer: Peer, request: GenerateRequest) -> Sequence:
         return Sequence(request=request, peer=peer, arrival_s=self._clock.monotonic_s())
@@ -389,6 +388,7 @@ class EngineLoop:
             page_size=self._cache.page_size,
             copies=self._tiers.copies(),
             bridge=self._tiers.transfers(),
+            histograms=tuple(self._scheduler.measures.told()),
             others={
                 "handoff_bytes": self._handoff_bytes,
                 "unstaged_transfers": self._stager.num_unstaged,

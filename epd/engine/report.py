@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
+from encoder.types import HistogramCounts
 from epd.cache.l3.base import StoreStats
 from epd.cache.prefix import CacheStats
 from epd.cache.tiers.bridge import BridgeStats
@@ -33,6 +34,7 @@ def worker_info(
     others: dict[str, int],
     copies: MoverStats | None = None,
     bridge: BridgeStats | None = None,
+    histograms: tuple[HistogramCounts, ...] = (),
 ) -> WorkerInfo:
     """`others` are counters that neither scheduler nor cache holds. `copies` are those of a host tier, `bridge` is what
     goes to and from a store. The texts of all counters are in `epd.gateway.metrics`."""
@@ -76,6 +78,7 @@ def worker_info(
         kv_fingerprint=kv_fingerprint,
         counters=told,
         labelled=tuple(labelled),
+        histograms=histograms,
     )
 
 

@@ -17,8 +17,10 @@ from epd.engine.clock import Clock
 from epd.engine.feed import RowSupply
 from epd.engine.fetching import PrefixSupply
 from epd.engine.line import WaitingLine
+from epd.engine.measures import Measures
 from epd.engine.plan import Failure, HeldTransfer, finish_of
 from epd.engine.sequence import Sequence
+from epd.engine.spans import report_left
 from epd.transport.base import Message, Peer
 from epd.types import Abort, FinishReason
 
@@ -97,6 +99,7 @@ class Roster:
         self.running: dict[str, Sequence] = {}
         self.handoffs: dict[str, Sequence] = {}
         self.counters = Counters()
+        self.measures = Measures()
         self._by_id: dict[str, Sequence] = {}
         self._clock = clock
         self._replies: list[Reply] = []
@@ -144,11 +147,22 @@ class Roster:
     ) -> None:
         """End the request. `stopped_by` is a stop token, which is generated but not part of the answer."""
         self.counters.finished += 1
+        self.measures.left(sequence, self._clock.monotonic_s(), is_handed_over=False)
+        error = None if failure is None else (failure.code, failure.message)
+        report_left(sequence, self._clock, reason=reason, error=error)
         self.release(sequence, keep=reason in (FinishReason.STOP, FinishReason.LENGTH))
         timings = sequence.timings(self._clock.monotonic_s())
         usage = sequence.usage(num_unsent=stopped_by is not None)
         finish = finish_of(sequence.request_id, reason, usage, failure, timings)
         self.reply(sequence.peer, msgspec.structs.replace(finish, stop_token_id=stopped_by))
+
+    def hand_over(self, sequence: Sequence) -> None:
+        """Another worker has its KV and ends the request."""
+        self.counters.finished += 1
+        self.measures.left(sequence, self._clock.monotonic_s(), is_handed_over=True)
+        report_left(sequence, self._clock, reason=None)
+        sequence.decode_address = None
+        self.release(sequence, keep=True)
 
     def keep_rows_to_come(self, sequence: Sequence) -> None:
         """Keep of the sequence's embedding rows only those that a later step reads."""

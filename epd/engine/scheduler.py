@@ -20,9 +20,11 @@ from epd.engine.committing import Committer
 from epd.engine.drafting import DraftPolicy, draft_input
 from epd.engine.feed import RowSupply
 from epd.engine.fetching import NO_STORE, PrefixSupply
+from epd.engine.handoff import size_bytes
 from epd.engine.heal_cost import HealCost
 from epd.engine.healing import Outlook, heal_table, outlook
 from epd.engine.line import WaitingLine
+from epd.engine.measures import Measures
 from epd.engine.placing import Placer, cannot_fit
 from epd.engine.plan import (
     Failure,
@@ -98,6 +100,10 @@ class Scheduler:
         return self._roster.counters
 
     @property
+    def measures(self) -> Measures:
+        return self._roster.measures
+
+    @property
     def num_waiting(self) -> int:
         return self._roster.num_waiting
 
@@ -144,6 +150,7 @@ class Scheduler:
         sequence.num_healed_tokens = held.transfer.healed_tokens
         sequence.num_host_tokens = held.transfer.host_tokens
         sequence.num_store_tokens = held.transfer.store_tokens
+        sequence.imported_bytes = size_bytes(held)
         sequence.earlier_timings = dict(held.transfer.timings)
         if held.transfer.first_token_unix_s:
             # Between two hosts it is as exact as their clocks agree.
@@ -292,9 +299,7 @@ class Scheduler:
         if failure is not None:
             self._roster.fail(sequence, failure)
             return
-        self.counters.finished += 1
-        sequence.decode_address = None
-        self._roster.release(sequence, keep=True)
+        self._roster.hand_over(sequence)
 
     def _why_not(self, sequence: Sequence) -> Failure | None:
         if self._is_draining:

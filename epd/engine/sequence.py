@@ -10,6 +10,7 @@ A sequence that decodes has one token to compute, its newest. One that was put b
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from encoder.tracing import is_wanted
 from encoder.types import EmbeddingRef
 from epd.cache.keys import MediaRun, PageKeyChain
 from epd.cache.sequence_pages import SequencePages
@@ -56,11 +57,17 @@ class Sequence:
     admitted_s: float | None = None
     first_token_s: float | None = None
     earlier_timings: dict[str, float] = field(default_factory=dict)
+    imported_bytes: int | None = None
+    """What its KV took on the way here, if another worker computed the prompt."""
+    chunk_ends: list[tuple[float, int]] | None = None
+    """When its prompt was computed up to which token; only of one whose spans are wanted."""
     token_ids: list[int] = field(init=False)
     chain: PageKeyChain = field(init=False)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.token_ids)
+        if is_wanted(self.request.traceparent):
+            self.chunk_ends = []
 
     @property
     def request_id(self) -> str:
@@ -87,6 +94,11 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         return self.num_generated > 0 and self.num_remaining == 1
+
+    @property
+    def is_imported(self) -> bool:
+        """Another worker computed its prompt."""
+        return self.imported_bytes is not None
 
     @property
     def is_healing(self) -> bool:
