@@ -9,7 +9,7 @@ import math
 import mmap
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,9 +17,11 @@ import zmq.asyncio
 from numpy.typing import NDArray
 
 from encoder.cache.arena import attach, checksum
+from encoder.cluster import ClusterKeys
 from encoder.errors import (
     ArenaLocked,
     EmbeddingLost,
+    EmbeddingUnknown,
     EncodeCancelled,
     EncoderBusy,
     EncoderError,
@@ -66,23 +68,22 @@ class EncoderClient:
         From half of that on it is passed over, like one whose tower is stuck.
         """
         self._context: zmq.asyncio.Context | None = None
+        self._keys: ClusterKeys | None = None
         self._ping_period_s = ping_period_s
         self._clock = clock
         self._changed = asyncio.Event()
-        max_unanswered = math.ceil(silence_timeout_s / ping_period_s)
-        self._replicas = {
-            link.name: Remote(link, self._changed.set, max_unanswered=max_unanswered, clock=clock) for link in links
-        }
+        self._max_unanswered = math.ceil(silence_timeout_s / ping_period_s)
+        self._replicas = {link.name: self._remote(link) for link in links}
         self._ring = Ring([link.name for link in links])
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._closed = False
 
     @classmethod
-    def connect(cls, addresses: Sequence[str]) -> "EncoderClient":
-        """A client of replicas at ZMQ addresses."""
+    def connect(cls, addresses: Sequence[str], *, keys: ClusterKeys | None = None) -> "EncoderClient":
+        """A client of replicas at ZMQ addresses, to which others may be added."""
         context = zmq.asyncio.Context()
-        client = cls([ZmqLink(address, context) for address in addresses])
-        client._context = context
+        client = cls([ZmqLink(address, context, keys=keys) for address in addresses])
+        client._context, client._keys = context, keys
         return client
 
     @classmethod
@@ -99,19 +100,33 @@ class EncoderClient:
 
     def start(self) -> None:
         """Open the links, inside a running loop."""
+        self._begin("", self._ping())
         for replica in self._replicas.values():
-            replica.link.open()
-            self._tasks.append(asyncio.create_task(replica.follow()))
-        self._tasks.append(asyncio.create_task(self._ping()))
-        for task in self._tasks:
-            task.add_done_callback(_report)
+            self._open(replica)
+
+    def add(self, address: str) -> None:
+        """A replica joins the ring; one that was retired is back. Only for a client that was made by `connect`."""
+        assert self._context is not None, "there are no addresses among links that were handed in"
+        replica = self._replicas.get(address)
+        if replica is None:
+            replica = self._replicas[address] = self._remote(ZmqLink(address, self._context, keys=self._keys))
+            if self._tasks:
+                self._open(replica)
+        replica.is_retired = False
+        self._turn_ring()
+
+    def retire(self, address: str) -> None:
+        """The replica leaves the ring: it is asked nothing more, and forgotten once it owes nothing."""
+        if address in self._replicas:
+            self._replicas[address].is_retired = True
+            self._turn_ring()
 
     async def close(self) -> None:
         """Close the links; calls that wait end with EncoderUnavailable."""
         self._closed = True
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         for replica in self._replicas.values():
             replica.link.on_change = None
             replica.link.close()
@@ -122,17 +137,18 @@ class EncoderClient:
     async def info(self, timeout_s: float = 60.0) -> EncoderInfo:
         """Identity of a replica that is up (all run the same weights). Raises EncoderUnavailable after `timeout_s`."""
         await self._wait_until_up(self._clock() + timeout_s)
-        return next(r.info for r in self._replicas.values() if r.is_up and r.info is not None)
+        return next(r.info for r in self._listed() if r.is_up and r.info is not None)
 
     def infos(self) -> dict[str, EncoderInfo | None]:
         """The last word of every replica by address; None for those that are not up."""
-        return {name: replica.info if replica.is_up else None for name, replica in self._replicas.items()}
+        return {replica.name: replica.info if replica.is_up else None for replica in self._listed()}
 
     async def encode(
-        self, content: bytes, modality: Modality, options: MediaOptions, key: MediaKey, deadline_unix_s: float
+        self, content: bytes | None, modality: Modality, options: MediaOptions, key: MediaKey, deadline_unix_s: float
     ) -> EncodeReply:
         """Rows of one medium, leased until the deadline or `release`.
 
+        Without content the key alone is known: raises EmbeddingUnknown when no arena and no second tier has it.
         Raises what the encoder raised (MediaError, EncoderError), EncodeDeadline, or EncoderUnavailable after the
         retry.
         """
@@ -140,7 +156,7 @@ class EncoderClient:
         return reply
 
     async def encode_inline(
-        self, content: bytes, modality: Modality, options: MediaOptions, key: MediaKey, deadline_unix_s: float
+        self, content: bytes | None, modality: Modality, options: MediaOptions, key: MediaKey, deadline_unix_s: float
     ) -> tuple[EncodeReply, TensorFrame]:
         """`encode` with the rows themselves, for a caller that cannot map the arena."""
         reply, tensors = await self._encode(content, modality, options, key, deadline_unix_s, inline=True)
@@ -168,7 +184,7 @@ class EncoderClient:
 
     async def _encode(
         self,
-        content: bytes,
+        content: bytes | None,
         modality: Modality,
         options: MediaOptions,
         key: MediaKey,
@@ -189,6 +205,7 @@ class EncoderClient:
                 options=options,
                 deadline_unix_s=deadline_unix_s,
                 inline=inline,
+                key_only=content is None,
             )
             try:
                 return await replica.ask(request, content)
@@ -198,6 +215,10 @@ class EncoderClient:
                 last_error = error
                 num_lost += isinstance(error, (ReplicaLost, EncodeCancelled))
                 num_refused += not isinstance(error, GOING)
+            except EmbeddingUnknown as error:
+                # Another host's arena may have it: a key moves when its replica was down for a while.
+                failed |= self._sharing(replica)
+                last_error = error
         assert last_error is not None
         raise last_error
 
@@ -225,7 +246,7 @@ class EncoderClient:
         return {replica.name, *(name for name, info in infos.items() if info is not None and info.arena == arena)}
 
     async def _wait_until_up(self, deadline_unix_s: float) -> None:
-        while not any(replica.is_up for replica in self._replicas.values()):
+        while not any(replica.is_up for replica in self._listed()):
             if self._closed:
                 raise EncoderUnavailable("the encoder client was closed")
             self._changed.clear()
@@ -237,8 +258,36 @@ class EncoderClient:
     async def _ping(self) -> None:
         while True:
             await asyncio.sleep(self._ping_period_s)
-            for replica in self._replicas.values():
-                replica.ping()
+            for replica in list(self._replicas.values()):
+                if replica.is_retired and (not replica.link.connected or not (replica.load or replica.num_held)):
+                    self._forget(replica)
+                else:
+                    replica.ping()
+
+    def _remote(self, link: Link) -> Remote:
+        return Remote(link, self._changed.set, max_unanswered=self._max_unanswered, clock=self._clock)
+
+    def _listed(self) -> list[Remote]:
+        return [replica for replica in self._replicas.values() if not replica.is_retired]
+
+    def _turn_ring(self) -> None:
+        self._ring = Ring([replica.name for replica in self._listed()])
+        self._changed.set()
+
+    def _open(self, replica: Remote) -> None:
+        replica.link.open()
+        self._begin(replica.name, replica.follow())
+
+    def _forget(self, replica: Remote) -> None:
+        del self._replicas[replica.name]
+        self._tasks.pop(replica.name).cancel()
+        replica.link.on_change = None
+        replica.link.close()
+        replica.lose("is no longer listed")
+
+    def _begin(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks[name] = asyncio.create_task(work)
+        task.add_done_callback(_report)
 
 
 def _report(task: "asyncio.Task[None]") -> None:

@@ -52,6 +52,8 @@ class Remote:
         """After `max_unanswered` pings without a word the replica has lost what it owes. `clock` gives Unix seconds."""
         self.link = link
         self.info: EncoderInfo | None = None
+        self.is_retired = False
+        """It is no longer listed, and asked nothing more."""
         self._on_change = on_change
         self._max_unanswered = max_unanswered
         self._clock = clock
@@ -94,12 +96,15 @@ class Remote:
     def holds(self, lease_id: str) -> bool:
         return lease_id in self._held
 
-    async def ask(self, request: EncodeRequest, content: bytes) -> Answer:
-        """Raises what the encoder raised, ReplicaLost, EncodeDeadline. Who is cancelled leaves nothing behind."""
+    async def ask(self, request: EncodeRequest, content: bytes | None) -> Answer:
+        """No content for a request that knows the key alone.
+
+        Raises what the encoder raised, ReplicaLost, EncodeDeadline. Who is cancelled leaves nothing behind.
+        """
         asked = _Asked(request.deadline_unix_s, asyncio.get_running_loop().create_future())
         self._owed[request.request_id] = asked
         try:
-            self.link.send(request, [TensorFrame.of_bytes(content)])
+            self.link.send(request, [] if content is None else [TensorFrame.of_bytes(content)])
             timeout_s = max(0.0, request.deadline_unix_s - self._clock()) + REPLY_GRACE_S
             await asyncio.wait({asked.answer}, timeout=timeout_s)
             if not asked.answer.done():

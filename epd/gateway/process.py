@@ -70,8 +70,9 @@ def discovering(
     encoders = Stage(
         name="encoder", targets=tuple(filter(is_name, config.encoders)), add=encoder.add, retire=encoder.retire
     )
-    stages = [workers("prefill", config.prefill, fleet.roles[0]), workers("decode", config.decode, Role.DECODE), encoders]
-    return Discovery(stages, period_s=config.resolve_period_s).running()
+    prefill = workers("prefill", config.prefill, fleet.roles[0])
+    decode = workers("decode", config.decode, Role.DECODE)
+    return Discovery([prefill, decode, encoders], period_s=config.resolve_period_s).running()
 
 
 def run_gateway(config: GatewayConfig, *, keys: ClusterKeys | None = None) -> None:

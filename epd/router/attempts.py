@@ -48,13 +48,18 @@ class Attempt:
 
 @dataclass(eq=False, slots=True)
 class Worker:
-    """One engine process. `info` is None until it answered on the present connection."""
+    """One engine process. `info` is None until it answered on the present connection.
+
+    `is_retired` takes no new requests: its address is no longer listed. `model` is the one it must serve, if any.
+    """
 
     channel: Channel
     role: Role
     info: WorkerInfo | None = None
     last_heard_s: float = 0.0
     attempts: dict[str, Attempt] = field(default_factory=dict)
+    model: str | None = None
+    is_retired: bool = False
 
     @property
     def address(self) -> str:
@@ -68,14 +73,31 @@ class Worker:
 
     @property
     def ready(self) -> bool:
-        return self.channel.connected and self.info is not None and self.info.ready
+        info = self.info
+        is_able = self.channel.connected and info is not None and info.ready
+        return is_able and not self.is_retired and self._why_wrong() is None
+
+    def _why_wrong(self) -> str | None:
+        """What is wrong with who answers at this address; None if nothing is."""
+        if self.info is None:
+            return None
+        if self.info.role is not self.role:
+            return f"is a {self.info.role} worker, not a {self.role} worker"
+        if self.model is not None and self.info.model != self.model:
+            return f"serves {self.info.model}, not {self.model}"
+        return None
 
     def why_not_ready(self) -> str | None:
         """None when ready, else a reason for people."""
         if not self.channel.connected:
-            return f"{self.address}: not connected"
+            why = "refuses this process: another cluster key?" if self.channel.is_refused else "not connected"
+            return f"{self.address}: {why}"
         if self.info is None:
             return f"{self.address}: has not answered yet"
+        if (wrong := self._why_wrong()) is not None:
+            return f"{self.address}: {wrong}"
+        if self.is_retired:
+            return f"{self.address}: no longer listed"
         if self.info.ready:
             return None
         return f"{self.address}: takes no new work, because it is shutting down or has just handed a request back"

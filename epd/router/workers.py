@@ -6,6 +6,7 @@
     messages    TokenDelta and Finish go to the attempt with that request id; when nobody waits for it any more they are
                 late: dropped, and answered with Abort so that the worker stops
     farewell    the worker has drained and said all: answered with Goodbye, and no request is sent to it any more
+    retired     its address is no longer listed: no new request goes there, and after the last one it is forgotten
     unknown     a worker that keeps reporting no requests at all, though it was sent one, has dropped it: `Lost` as well
 
 Everything runs on one asyncio loop; time is the clock passed in.
@@ -22,7 +23,8 @@ import msgspec
 from encoder.types import Farewell, Goodbye
 from epd.errors import StageUnavailable
 from epd.router.attempts import Attempt, Lost, Worker
-from epd.router.policy import choose_worker, prefix_affinity
+from epd.router.pairing import choose_all, has_partners, what_is_missing
+from epd.router.policy import prefix_affinity
 from epd.transport.base import Channel, ChannelClosed, WorkerDown
 from epd.types import (
     Abort,
@@ -52,7 +54,7 @@ _LONG_STAND_S = 1.0
 
 
 class Fleet:
-    """All workers of one gateway. `decode` empty means that the `prefill` workers do both."""
+    """All workers of one gateway. Without a decode stage the `prefill` workers do both. Workers may join and leave."""
 
     def __init__(
         self,
@@ -62,12 +64,18 @@ class Fleet:
         heartbeat_s: float,
         timeout_s: float,
         clock: Callable[[], float],
+        has_decode: bool | None = None,
+        model: str | None = None,
     ) -> None:
-        first_role = Role.PREFILL if decode else Role.BOTH
-        self.workers = [
-            *(Worker(channel, first_role) for channel in prefill),
-            *(Worker(channel, Role.DECODE) for channel in decode),
-        ]
+        """`has_decode` says whether there is a decode stage, though none of its workers may be known yet; None looks.
+
+        Workers of another `model` get no requests.
+        """
+        has_decode = bool(decode) if has_decode is None else has_decode
+        self.roles: tuple[Role, ...] = (Role.PREFILL, Role.DECODE) if has_decode else (Role.BOTH,)
+        """The stages a request passes, in order."""
+        self._model = model
+        self.workers: list[Worker] = []
         self.num_late_messages = 0
         self._heartbeat_s = heartbeat_s
         self._timeout_s = timeout_s
@@ -77,13 +85,13 @@ class Fleet:
         self._waits = True
         self._changed = asyncio.Event()
         self._late: OrderedDict[str, None] = OrderedDict()
-        self._loops: list[asyncio.Task[None]] = []
+        self._beating: asyncio.Task[None] | None = None
+        self._listening: dict[str, asyncio.Task[None]] = {}
         self._sends: set[asyncio.Task[None]] = set()
-
-    @property
-    def roles(self) -> tuple[Role, ...]:
-        """The stages a request passes, in order."""
-        return tuple(dict.fromkeys(worker.role for worker in self.workers))
+        for channel in prefill:
+            self.add(channel, self.roles[0])
+        for channel in decode:
+            self.add(channel, Role.DECODE)
 
     def of_role(self, role: Role) -> list[Worker]:
         return [worker for worker in self.workers if worker.role is role]
@@ -94,22 +102,39 @@ class Fleet:
 
     def start(self) -> None:
         """Open the channels and begin listening; call inside the running loop."""
+        self._beating = asyncio.create_task(self._beat(), name="worker heartbeat")
         for worker in self.workers:
-            worker.channel.on_connect = lambda worker=worker: self._connected(worker)
-            worker.channel.on_disconnect = lambda worker=worker: self._lose(worker, "connection lost")
-            worker.channel.open()
-            self._loops.append(asyncio.create_task(self._listen(worker), name=f"listen {worker.address}"))
-        self._loops.append(asyncio.create_task(self._beat(), name="worker heartbeat"))
+            self._open(worker)
 
     async def stop(self) -> None:
         """Hand over what is being sent, then close the channels."""
         if self._sends:
             await asyncio.wait(self._sends, timeout=1.0)
-        for task in self._loops:
+        tasks = [*self._listening.values(), *([] if self._beating is None else [self._beating])]
+        for task in tasks:
             task.cancel()
         for worker in self.workers:
             worker.channel.close()
-        await asyncio.gather(*self._loops, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def add(self, channel: Channel, role: Role) -> None:
+        """A worker joins; one of this address that was retired is back, and keeps its old channel."""
+        for worker in self.workers:
+            if (worker.address, worker.role) == (channel.address, role):
+                worker.is_retired = False
+                channel.close()
+                self._wake_waiters()
+                return
+        worker = Worker(channel, role, model=self._model)
+        self.workers.append(worker)
+        if self._beating is not None:
+            self._open(worker)
+
+    def retire(self, address: str, role: Role) -> None:
+        """No new request goes to the worker. It is forgotten once it holds none of this gateway's."""
+        for worker in self.workers:
+            if (worker.address, worker.role) == (address, role):
+                worker.is_retired = True
 
     def stop_waiting(self) -> None:
         """From now on a stage that is down ends a request at once: this gateway stops, and so may everything else."""
@@ -158,6 +183,8 @@ class Fleet:
             for worker in self.workers:
                 worker.last_heard_s += stood_still_s
         self._ticked_s = now
+        for worker in [worker for worker in self.workers if worker.is_retired and not worker.attempts]:
+            self._forget(worker)
         for worker in self.workers:
             if not worker.channel.connected:
                 continue
@@ -169,7 +196,7 @@ class Fleet:
         """None when the worker takes requests and there is one to hand KV to or to get it from; else a reason for
         people."""
         reason = worker.why_not_ready()
-        if reason is not None or self._has_partners(worker):
+        if reason is not None or has_partners(worker, self.workers, self.roles):
             return reason
         others = ", ".join(role for role in self.roles if role is not worker.role)
         return (
@@ -177,50 +204,18 @@ class Fleet:
             "qkv_layout, draft_tokens or the checkpoint differ)"
         )
 
-    def _has_partners(self, worker: Worker) -> bool:
-        """Whether in every other stage somebody holds KV like this worker, or nobody has said yet how he does."""
-        for role in self.roles:
-            infos = [other.info for other in self.of_role(role) if other.info is not None]
-            if role is worker.role or not infos or worker.info is None:
-                continue
-            if all(info.kv_fingerprint != worker.info.kv_fingerprint for info in infos):
-                return False
-        return True
-
     async def _chosen(self, give_up_s: float, affinity: int, avoid: Collection[str]) -> tuple[Worker, ...]:
         while True:
             changed = self._changed
-            workers = self._choose_all(affinity, avoid)
+            workers = choose_all(self.workers, self.roles, affinity=affinity, avoid=avoid)
             if workers is not None:
                 return workers
             left_s = give_up_s - self._clock()
             if left_s <= 0 or not self._waits:
-                raise StageUnavailable(self._what_is_missing(), retry_after_s=5.0)
+                raise StageUnavailable(what_is_missing(self.workers, self.roles), retry_after_s=5.0)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await changed.wait()
-
-    def _choose_all(self, affinity: int, avoid: Collection[str]) -> tuple[Worker, ...] | None:
-        """A worker of each stage, all of one way to hold KV; None where that cannot be had now."""
-        ready = [worker for worker in self.workers if worker.ready]
-        kinds = [{_kind(worker) for worker in ready if worker.role is role} for role in self.roles]
-        common = set.intersection(*kinds) if kinds else set()
-        chosen: list[Worker] = []
-        for role in self.roles:
-            among = {worker.address: worker for worker in ready if worker.role is role and _kind(worker) in common}
-            address = choose_worker([worker.load() for worker in among.values()], affinity=affinity, avoid=avoid)
-            if address is None:
-                return None
-            chosen.append(among[address])
-            common = {_kind(among[address])}
-        return tuple(chosen) or None
-
-    def _what_is_missing(self) -> str:
-        """Why no workers could be chosen, for people."""
-        missing = [role for role in self.roles if not any(worker.ready for worker in self.of_role(role))]
-        if missing or not self.roles:
-            return f"no worker is ready for: {', '.join(missing) or 'any stage'}"
-        return f"no two workers of the stages {' and '.join(self.roles)} hold KV in the same way"
 
     async def _send_request(self, request: GenerateRequest, chosen: tuple[Worker, ...]) -> None:
         first = chosen[0]
@@ -241,6 +236,19 @@ class Fleet:
                 kv_fingerprint=info.kv_fingerprint or None,
             )
         )
+
+    def _open(self, worker: Worker) -> None:
+        worker.channel.on_connect = lambda: self._connected(worker)
+        worker.channel.on_disconnect = lambda: self._lose(worker, "connection lost")
+        worker.channel.open()
+        self._listening[worker.address] = asyncio.create_task(self._listen(worker), name=f"listen {worker.address}")
+
+    def _forget(self, worker: Worker) -> None:
+        self.workers.remove(worker)
+        worker.channel.on_connect = worker.channel.on_disconnect = None
+        # Who listens hears that the channel is closed.
+        worker.channel.close()
+        self._listening.pop(worker.address, None)
 
     async def _listen(self, worker: Worker) -> None:
         while True:
@@ -359,11 +367,6 @@ class Fleet:
             task = asyncio.get_running_loop().create_task(_send(worker.channel, message))
             self._sends.add(task)
             task.add_done_callback(self._sends.discard)
-
-
-def _kind(worker: Worker) -> str:
-    """How a ready worker holds KV."""
-    return "" if worker.info is None else worker.info.kv_fingerprint
 
 
 async def _send(channel: Channel, message: ToWorker) -> None:

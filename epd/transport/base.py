@@ -100,6 +100,11 @@ class Channel(Protocol):
     @property
     def connected(self) -> bool: ...
 
+    @property
+    def is_refused(self) -> bool:
+        """The worker is there and does not let this side in."""
+        ...
+
     def open(self) -> None:
         """Start connecting; call inside the running asyncio loop."""
         ...

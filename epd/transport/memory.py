@@ -173,6 +173,10 @@ class MemoryChannel:
         return self._address
 
     @property
+    def is_refused(self) -> bool:
+        return False
+
+    @property
     def connected(self) -> bool:
         return self._up.is_set()
 

@@ -50,7 +50,7 @@ _HEARTBEAT_TIMEOUT_MS = 4000
 # other addresses then), and one that fails is opened anew when it is this old.
 _DEALER_IDLE_S = 600.0
 _DEALER_STALE_S = 10.0
-# KV of one layer of a prompt of a million tokens. A peer that announces more is disconnected before the memory is taken.
+# KV of one layer of a prompt of a million tokens. A peer that announces more is disconnected before that is taken.
 _MAX_FRAME_BYTES = 2 << 30
 # Below this many bytes a copy is cheaper than handing the buffer over.
 _COPY_BELOW_BYTES = 64 << 10
@@ -325,6 +325,8 @@ class WorkerChannel:
     def close(self) -> None:
         """Close the socket; who waits in `receive` gets ChannelClosed. May be called twice."""
         if self._socket is None:
+            if self._owns_context:
+                self._context.destroy(linger=0)
             return
         socket, self._socket = self._socket, None
         if self._watch is not None:
