@@ -40,12 +40,12 @@ export class Medium {
     return node;
   }
 
+  /** Its part of a message. Read from the file once, whatever the length of the conversation. */
   async part() {
     this.data ??= await dataUrl(this.file);
     return { type: `${this.kind}_url`, [`${this.kind}_url`]: { url: this.data } };
   }
 
-  /** The data of a part made before, so that a conversation is not read from its files every time. */
   release() {
     URL.revokeObjectURL(this.address);
   }
@@ -101,6 +101,10 @@ export class Attachments {
     this.#media = [];
     this.#show();
     return taken;
+  }
+
+  discard() {
+    for (const medium of this.take()) medium.release();
   }
 
   #show() {

@@ -1,0 +1,114 @@
+// Puts the page together.
+
+import { apiKey, getJson, setApiKey } from "./api.js";
+import { Attachments, Medium, waveform } from "./attachments.js";
+import { Chat, grow } from "./chat.js";
+import { byId, el, svg } from "./dom.js";
+import { setUpMicrophone } from "./microphone.js";
+import { PipelineView } from "./pipeline.js";
+import { setUpSettings, setUpTheme } from "./settings.js";
+
+let model = "";
+let samples = null;
+const question = byId("question");
+
+function say(text) {
+  byId("notice").textContent = text;
+}
+
+/** Asks for an API key; resolves to whether one was given. Whoever asks meanwhile gets the same answer. */
+let asking = null;
+function needKey(why) {
+  asking ??= new Promise((resolve) => {
+    const dialog = byId("key-dialog");
+    const field = byId("key");
+    byId("key-text").textContent = apiKey()
+      ? `The server did not take this key: ${why}`
+      : "It is sent to this server alone and forgotten when the tab is closed.";
+    field.value = "";
+    dialog.returnValue = "";
+    dialog.addEventListener("close", () => {
+      asking = null;
+      const given = dialog.returnValue === "use" && field.value.trim();
+      if (given) setApiKey(field.value.trim());
+      field.value = "";
+      resolve(Boolean(given));
+    }, { once: true });
+    dialog.showModal();
+    field.focus();
+  });
+  return asking;
+}
+
+function sampleButton(sample) {
+  const medium = new Medium(new File([sample.blob], sample.file, { type: sample.type }), sample.type.split("/")[0]);
+  const shown = medium.kind === "audio" ? waveform() : medium.kind === "image" ? el("img", { src: medium.address, alt: "" }) : el("video", { src: medium.address, muted: true, playsinline: true, preload: "auto" });
+  return el("button.sample", { type: "button", onclick: () => chat.ask(sample.question, [medium]) },
+    el("span.shown", {}, shown), el("span", {}, sample.question));
+}
+
+/** What stands in an empty conversation. */
+function welcome() {
+  const known = samples !== null && samples.model === model ? samples.samples : [];
+  return el("div.welcome", {},
+    el("h2", {}, "Ask about what you see, watch or hear."),
+    el("p", {}, "Drop a picture, a video or a sound anywhere, paste one, or record. Beside the answer you see where its time goes."),
+    known.length ? el("div.samples", { role: "group", "aria-label": "Examples" }, ...known.map(sampleButton)) : null);
+}
+
+async function loadSamples() {
+  const found = await getJson("/page/samples.json");
+  for (const sample of found.samples) sample.blob = await (await fetch(`/page/${sample.file}`)).blob();
+  samples = found;
+  redrawWelcome();
+}
+
+function redrawWelcome() {
+  document.querySelector(".welcome")?.replaceWith(welcome());
+}
+
+function onView(view) {
+  if (view.model === model) return;
+  model = view.model;
+  byId("model").textContent = model;
+  document.title = `${model} - MiMo`;
+  redrawWelcome();
+}
+
+const attachments = new Attachments({
+  say,
+  insert: (text) => {
+    question.setRangeText(text, question.selectionStart, question.selectionEnd, "end");
+    grow(question);
+  },
+});
+const chat = new Chat({ attachments, say, needKey, welcome, model: () => model, onRequest: (id) => pipeline.chooseRequest(id) });
+const pipeline = new PipelineView({ needKey, onView });
+const microphone = setUpMicrophone({ attachments, say });
+setUpSettings();
+setUpTheme(svg);
+
+byId("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  chat.send();
+});
+byId("stop").addEventListener("click", () => {
+  chat.stop();
+  question.focus();
+});
+byId("new-chat").addEventListener("click", () => chat.clear());
+question.addEventListener("input", () => grow(question));
+question.addEventListener("keydown", (event) => {
+  // While an input method composes, Enter is its own.
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  chat.send();
+});
+addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
+  if (microphone.isRecording()) microphone.stop();
+  else if (chat.isRunning) chat.stop();
+});
+loadSamples().catch(() => {
+  // Without samples the page does all else.
+});
