@@ -49,6 +49,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     No token that would end the answer is drawn as one of its first `min_tokens`.
 
     `max_tokens` counts the whole answer, earlier attempts included: a retry passes the same parameters again.
+
+    What changes the odds of a token, in this order: `logit_bias` (token ids and what is added to their logits),
+    `repetition_penalty` (of tokens of prompt and answer), `frequency_penalty` and `presence_penalty` (of the answer's),
+    and `grammar` (llguidance's text), which allows only what goes on with it; then temperature, `min_p`, `top_k` and
+    `top_p`. At the end of a grammar the answer ends, whatever `ignore_eos` says: with a grammar `stop_token_ids` hold
+    every token that ends an answer. All of it is a function of the answer's tokens alone.
     """
 
     max_tokens: int
@@ -60,6 +66,27 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     top_logprobs: int | None = None
     min_tokens: int = 0
+    grammar: str | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens that were there already have other odds."""
+        return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the odds of a token depend on the tokens before it, beyond what the model makes of them."""
+        return self.grammar is not None or self.has_penalties
+
+    @property
+    def changes_odds(self) -> bool:
+        """Whether what is drawn from is not the model's own, whatever the temperature."""
+        return self.looks_back or bool(self.logit_bias) or self.min_tokens > 0
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,7 +28,7 @@ EPD_MAY_IMPORT = {
     "model": {"kernels"},
     "kernels": set(),
 }
-EPD_FLOOR = {"types", "errors", "config", "gateway_config", "setting_checks", "store_address"}
+EPD_FLOOR = {"types", "errors", "config", "gateway_config", "setting_checks", "store_address", "token_table"}
 
 
 def python_files(package: str) -> list[Path]:

@@ -158,7 +158,9 @@ class Committer:
     ) -> tuple[tuple[SampledToken, ...], FinishReason | None]:
         """The tokens up to the one that ends the answer, and how it does; all of them and None if none does."""
         sampling = sequence.request.sampling
-        stops = sampling.stop_token_ids if sampling.ignore_eos else {*sampling.stop_token_ids, *self._eos_token_ids}
+        # A grammar comes to its end whatever the client says.
+        goes_on = sampling.ignore_eos and sampling.grammar is None
+        stops = sampling.stop_token_ids if goes_on else {*sampling.stop_token_ids, *self._eos_token_ids}
         for number, token in enumerate(tokens, start=1):
             if token.token_id in stops:
                 return tokens[:number], FinishReason.STOP

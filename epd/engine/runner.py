@@ -18,6 +18,7 @@ from encoder.errors import EmbeddingLost
 from encoder.types import EmbeddingRef
 from epd.engine.draft_heads import DraftHeads, HeadRun
 from epd.engine.gate import arrivals_of, gated
+from epd.engine.grammar import Answers, GrammarFailed
 from epd.engine.graphs import DecodeGraphs
 from epd.engine.handoff import KvMover
 from epd.engine.heal_forward import heal_windows
@@ -36,6 +37,7 @@ from epd.kernels.base import AttentionBackend, PagedSequence
 from epd.kv.storage import KvStorage
 from epd.model.embed import EmbeddingSpan, merge_embeddings
 from epd.model.hybrid import HybridModel
+from epd.types import SamplingParams
 
 # Rows of the step's own tokens, and of known tokens after them.
 _StepMedia = tuple[list[EmbeddingSpan], list[EmbeddingSpan]]
@@ -63,10 +65,12 @@ class Runner:
         num_token_ids: int | None = None,
         num_heads: int = 0,
         graphs: DecodeGraphs | None = None,
+        answers: Answers | None = None,
     ) -> None:
         """`num_token_ids`: token ids from there on are never sampled; None for a model without a tokenizer.
 
         `num_heads` of the model's draft heads are run, and have layers in the storage. `graphs` take steps they know.
+        `answers` are for those that are not drawn as the model would have it; None where there are none.
         """
         self._model = model
         self._num_token_ids = num_token_ids
@@ -74,6 +78,7 @@ class Runner:
         self._embeddings = embeddings
         self._attention = attention
         self._graphs = graphs
+        self._answers = answers
         self._device = storage.device
         self._page_size = storage.layout.page_size
         self._heads: DraftHeads | None = None
@@ -86,6 +91,15 @@ class Runner:
                 page_size=self._page_size,
                 num_token_ids=num_token_ids,
             )
+
+    def expect(self, sampling: SamplingParams) -> None:
+        """An answer will be sampled like this: begin with what takes time."""
+        if self._answers is not None:
+            self._answers.begin(sampling)
+
+    def close(self) -> None:
+        if self._answers is not None:
+            self._answers.close()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -178,8 +192,12 @@ class Runner:
             request_id: replace(outcomes[request_id], tail=tail) for request_id, tail in zip(ids, tails, strict=True)
         }
 
-    def _sample(self, logits_SV: Tensor | None, chains: list[DraftChain]) -> list[tuple[SampledToken, ...]]:
-        return [] if logits_SV is None else sample_chains(logits_SV, chains, num_token_ids=self._num_token_ids)
+    def _sample(
+        self, logits_SV: Tensor | None, chains: list[DraftChain]
+    ) -> list[tuple[SampledToken, ...] | GrammarFailed]:
+        if logits_SV is None:
+            return []
+        return sample_chains(logits_SV, chains, num_token_ids=self._num_token_ids, answers=self._answers)
 
     def _are_finite(self, hidden_TD: Tensor, rows: list[int]) -> list[bool]:
         if not rows:
@@ -264,8 +282,11 @@ class _Rows:
         self.spans += [EmbeddingSpan(first + span.start, first + span.stop, span.rows) for span in spans]
 
 
-def _outcome(step: SequenceStep, computed: tuple[SampledToken, ...] | bool) -> StepOutcome:
-    """`computed` is what was sampled (nothing: logits are not finite) or, of a chunk, whether its end is finite."""
+def _outcome(step: SequenceStep, computed: tuple[SampledToken, ...] | GrammarFailed | bool) -> StepOutcome:
+    """`computed` is what was sampled (nothing: logits are not finite) or why not, or, of a chunk, whether its end is
+    finite."""
+    if isinstance(computed, GrammarFailed):
+        return StepOutcome(failure=Failure(status=400, code="grammar_failed", message=str(computed)))
     if computed is True:
         return StepOutcome()
     if not computed:

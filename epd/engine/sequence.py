@@ -15,6 +15,7 @@ from encoder.types import EmbeddingRef
 from epd.cache.keys import MediaRun, PageKeyChain
 from epd.cache.sequence_pages import SequencePages
 from epd.engine.clock import Clock
+from epd.engine.grammar import AnswerSoFar
 from epd.engine.heal_rows import HealRing
 from epd.engine.plan import DraftTail, MediaSlice, PageTable
 from epd.engine.sampler import SampleRow
@@ -119,7 +120,13 @@ class Sequence:
         self.num_computed = self.heal_stop = 0
 
     def sample_row(self) -> SampleRow:
-        return SampleRow(self.request.sampling, self.output_index)
+        sampling = self.request.sampling
+        if not sampling.looks_back:
+            return SampleRow(sampling, self.output_index)
+        request = self.request
+        generated = tuple(self.token_ids[self.num_prompt :])
+        answer = AnswerSoFar(request.request_id, request.token_ids, request.num_emitted, generated)
+        return SampleRow(sampling, self.output_index, answer)
 
     def page_table(self) -> PageTable:
         """The pages as they are now; only of a running sequence."""

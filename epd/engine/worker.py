@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
 
 import torch
@@ -20,6 +21,7 @@ from epd.engine.clock import Clock
 from epd.engine.drafting import DraftPolicy
 from epd.engine.feed import EmbeddingFeed, RowSource
 from epd.engine.fetching import NO_STORE, StorePrefixes
+from epd.engine.grammar import Answers, Grammars
 from epd.engine.graphs import DecodeGraphs, ScratchPages, make_graphs
 from epd.engine.handoff import KvMover
 from epd.engine.heal_cost import heal_cost
@@ -41,6 +43,7 @@ from epd.kv.storage import KvStorage
 from epd.model.config import TextConfig
 from epd.model.hybrid import HybridModel
 from epd.model.weights import load_text_model
+from epd.token_table import load_token_table
 from epd.transport.base import Endpoint
 from epd.transport.sockets import WorkerEndpoint
 
@@ -184,6 +187,7 @@ def build_engine(
         stager,
     )
     text = model.config
+    grammars = Grammars(partial(load_token_table, config.model_dir), text.eos_token_ids)
     mover = KvMover(storage, fingerprint=fingerprint, hidden_size=text.hidden_size, vocab_size=text.vocab_size)
     loop = EngineLoop(
         identity=identity,
@@ -198,6 +202,7 @@ def build_engine(
             num_token_ids=count_token_ids(config.model_dir),
             num_heads=config.draft_tokens or 0,
             graphs=_graphs(config, model, attention, identity, pools, device) if has_graphs else None,
+            answers=Answers(grammars, text.eos_token_ids, max_states=config.max_running),
         ),
         mover=mover,
         tiers=tiers,

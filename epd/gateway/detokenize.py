@@ -7,15 +7,7 @@ tokens appears when its last byte does, and joining the pieces gives what decodi
 import codecs
 from collections.abc import Collection, Iterable, Mapping
 
-
-def byte_alphabet() -> dict[str, int]:
-    """The printable character that byte-level BPE writes for each byte value (the GPT-2 table)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    table = {chr(value): value for value in printable}
-    # The other bytes are given the code points from 256 on, in order.
-    for shift, value in enumerate(value for value in range(256) if value not in set(printable)):
-        table[chr(256 + shift)] = value
-    return table
+from epd.token_table import byte_alphabet
 
 
 class TokenBytes:
@@ -57,15 +49,15 @@ class TokenBytes:
 
 
 class Detokenizer:
-    """One answer's byte stream to text."""
+    """One answer's byte stream to text; hidden tokens are part of it only with `shows_hidden`."""
 
-    def __init__(self, tokens: TokenBytes) -> None:
-        self._tokens = tokens
+    def __init__(self, tokens: TokenBytes, *, shows_hidden: bool = False) -> None:
+        self._bytes_of = tokens.spelled if shows_hidden else tokens.visible
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that became complete with these tokens; a half character waits for its rest."""
-        return self._decoder.decode(b"".join(self._tokens.visible(token_id) for token_id in token_ids))
+        return self._decoder.decode(b"".join(self._bytes_of(token_id) for token_id in token_ids))
 
     def close(self) -> str:
         """What is left at the end: U+FFFD for a character that never became whole, else nothing."""
@@ -83,13 +75,21 @@ class StopStrings:
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, text: str) -> str:
-        """Text that can be shown. After a match (`matched` is set) nothing more is returned."""
+    def push(self, text: str, *, is_armed: bool = True) -> str:
+        """Text that can be shown. After a match (`matched` is set) nothing more is returned.
+
+        A stop string that is complete with text that came while it was not armed does not count.
+        """
         if self.matched is not None:
             return ""
+        num_seen = len(self._held)
         text = self._held + text
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
+        found = [
+            (at + len(stop), at, stop)
+            for stop in self._stops
+            if (at := text.find(stop, max(0, num_seen - len(stop) + 1))) >= 0
+        ]
+        if found and is_armed:
             _, at, self.matched = min(found)
             self._held = ""
             return text[:at]
@@ -110,3 +110,47 @@ class StopStrings:
             if any(stop.startswith(tail) for stop in self._stops):
                 return length
         return 0
+
+
+class AnswerText:
+    """Tokens of one answer to the text that can be shown, up to the stop string that ends it.
+
+    Stop strings are looked for after the first `min_tokens` tokens, and end the text before them, or behind them with
+    `shows_stop`.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenBytes,
+        *,
+        stops: tuple[str, ...] = (),
+        min_tokens: int = 0,
+        shows_stop: bool = False,
+        shows_hidden: bool = False,
+    ) -> None:
+        self._detokenizer = Detokenizer(tokens, shows_hidden=shows_hidden)
+        self._stops = StopStrings(stops)
+        self._min_tokens = min_tokens
+        self._shows_stop = shows_stop
+        self._num_tokens = 0
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended the answer; nothing more is shown after it."""
+        return self._stops.matched
+
+    def push(self, token_id: int) -> str:
+        """What can be shown with this token."""
+        if self.matched is not None:
+            return ""
+        self._num_tokens += 1
+        text = self._stops.push(self._detokenizer.push((token_id,)), is_armed=self._num_tokens > self._min_tokens)
+        return text + self.matched if self.matched is not None and self._shows_stop else text
+
+    def stopped_by(self, token_id: int) -> str:
+        """The answer ended with this token of the client's, which is shown like a stop string."""
+        return self._stops.push(self._detokenizer.push((token_id,)), is_armed=False) if self._shows_stop else ""
+
+    def close(self) -> str:
+        """What was held back, at the end of the answer."""
+        return self._stops.push(self._detokenizer.close()) + self._stops.close()

@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from epd.gateway.detokenize import byte_alphabet
+from epd.token_table import byte_alphabet
 
 WIDTH, INNER, HEADS, KV_HEADS, HEAD, LAYERS = 96, 160, 6, 2, 16, 3
 ALPHABET = sorted(byte_alphabet(), key=lambda character: byte_alphabet()[character])
