@@ -58,6 +58,13 @@ class EmbeddingLost(EncoderError):
     code = "embedding_lost"
 
 
+class EmbeddingUnknown(EncoderError):
+    """A key came without content, and no encoder that was asked has its embedding. Sending the content helps."""
+
+    status = 404
+    code = "unknown_media"
+
+
 class WireError(EncoderError):
     """Frames that are not a message of this protocol version."""
 

@@ -8,7 +8,7 @@ from encoder.cache.store import Reservation
 from encoder.config import EncoderConfig
 from encoder.errors import EncoderBusy, KeyMismatch, WireError
 from encoder.passage import Passage
-from encoder.types import EncodeRequest, FromEncoder
+from encoder.types import EncodeRequest, FromEncoder, StageTimings
 from encoder.wire import TensorFrame
 from preprocess.config import ProcessorConfig
 from preprocess.errors import MediaUnsupported
@@ -34,13 +34,29 @@ class Flight:
     """The one computation of a key that is not cached, and everyone who waits for it."""
 
     key: MediaKey
-    passage: Passage[Reservation]
+    passage: Passage[Reservation] | None
+    """None as long as everyone who waits knows the key alone: then it is looked for and not computed."""
     waiters: list[Waiter] = field(default_factory=list)
     is_unsure: bool = False
     """The arena was locked when it was asked whether it has this key."""
     is_cached: bool = False
     """The second tier had it."""
     task: "asyncio.Task[None] | None" = None
+
+    @property
+    def content_bytes(self) -> int:
+        """What waits to be decoded."""
+        return 0 if self.passage is None else self.passage.content_bytes
+
+    @property
+    def is_landing(self) -> bool:
+        """What is left cannot be stopped, and is worth keeping."""
+        return self.passage is not None and self.passage.is_landing
+
+    @property
+    def timings(self) -> StageTimings:
+        """Of what has been done so far."""
+        return StageTimings() if self.passage is None else self.passage.timings
 
 
 def verified_content(

@@ -31,6 +31,7 @@ from encoder.config import EncoderConfig
 from encoder.errors import (
     ArenaLocked,
     DuplicateRequest,
+    EmbeddingUnknown,
     EncodeCancelled,
     EncodeDeadline,
     EncoderBusy,
@@ -258,26 +259,32 @@ class EncoderServer:
             raise EncoderBusy(limit, retry_after_s=self._config.retry_after_s)
         flight = self._flights.get(request.key)
         if flight is None:
-            content = verified_content(
-                request,
-                tensors,
-                config=self._config,
-                modalities=self._runner.modalities,
-                processor=self._processor,
-                fingerprint=self._replica.fingerprint,
-                waiting_bytes=sum(flight.passage.content_bytes for flight in self._flights.values()),
-            )
-            passage = Passage(self._works, content, modality=request.modality, options=request.options, key=request.key)
+            passage = None if request.key_only else self._passage(request, tensors)
             flight = Flight(request.key, passage, is_unsure=is_unsure)
             flight.task = asyncio.create_task(self._fly(flight))
             self._keep_flying(flight.task)
             self._flights[request.key] = flight
         else:
             self._counters["joined"] += 1
+            if flight.passage is None and not request.key_only:
+                flight.passage = self._passage(request, tensors)
         flight.waiters.append(waiter)
         self._waiters[waiter.peer, request.request_id] = waiter
         delay_s = request.deadline_unix_s - waiter.admitted_s
         waiter.timer = asyncio.get_running_loop().call_later(delay_s, self._expire, waiter)
+
+    def _passage(self, request: EncodeRequest, tensors: Sequence[TensorFrame]) -> Passage[Reservation]:
+        """The way of the content. Raises the EncoderError or MediaError with which the request is refused."""
+        content = verified_content(
+            request,
+            tensors,
+            config=self._config,
+            modalities=self._runner.modalities,
+            processor=self._processor,
+            fingerprint=self._replica.fingerprint,
+            waiting_bytes=sum(flight.content_bytes for flight in self._flights.values()),
+        )
+        return Passage(self._works, content, modality=request.modality, options=request.options, key=request.key)
 
     def _keep_flying(self, task: "asyncio.Task[None]") -> None:
         self._flying.add(task)
@@ -290,21 +297,23 @@ class EncoderServer:
             if leased is not None:
                 self._answer_cached(leased)
             elif not await self._recall(flight):
-                await self._encode(flight)
+                if flight.passage is None:
+                    raise EmbeddingUnknown(f"no embedding is kept under the key {flight.key}")
+                await self._encode(flight, flight.passage)
         except (EncoderError, MediaError) as error:
             self._end_flight(flight, error)
         except Exception:  # outermost loop of a job: it must not end in silence
             logger.exception("encoding %s failed", flight.key)
             self._end_flight(flight, EncoderError("internal error while encoding this medium"))
         finally:
-            self._prepare_s += flight.passage.timings.prepare_s
+            self._prepare_s += flight.timings.prepare_s
             if self._flights.get(flight.key) is flight:
                 del self._flights[flight.key]
 
-    async def _encode(self, flight: Flight) -> None:
+    async def _encode(self, flight: Flight, passage: Passage[Reservation]) -> None:
         """Decode, run the tower, publish; and tell the second tier."""
         self._store.count(misses=1)
-        await self._land(flight, await flight.passage.run(lambda: self._remaining_s(flight)))
+        await self._land(flight, await passage.run(lambda: self._remaining_s(flight)))
         self._counters["encoded"] += 1
         if self._second is not None:
             self._second.keep(flight.key)
@@ -325,7 +334,7 @@ class EncoderServer:
     async def _land(self, flight: Flight, arrival: Arrival[Reservation]) -> None:
         """Publish, and reply to all who wait. Raises EncoderBusy with nothing published and nobody replied to."""
         leased = await self._leasing.publish(flight, arrival)
-        self._answer(leased, cached=flight.is_cached, timings=flight.passage.timings)
+        self._answer(leased, cached=flight.is_cached, timings=flight.timings)
 
     def _remaining_s(self, flight: Flight) -> float:
         """Whoever has joined by now is waited for, not only the first."""
@@ -371,7 +380,7 @@ class EncoderServer:
         if flight is None or waiter not in flight.waiters:
             return
         flight.waiters.remove(waiter)
-        abandoned = not flight.waiters and not flight.passage.is_landing
+        abandoned = not flight.waiters and not flight.is_landing
         if abandoned and flight.task is not None and flight.task is not asyncio.current_task():
             del self._flights[flight.key]
             flight.task.cancel()

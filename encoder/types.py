@@ -68,6 +68,9 @@ class EncodeRequest(msgspec.Struct, frozen=True, kw_only=True, tag="encode"):
     `key` was computed by the sender from the content, the options and the encoder's own fingerprint. `inline` asks
     for the rows as a tensor frame in the reply, for a reader that cannot map the arena (another host). `traceparent`
     (W3C) is the span this is a part of, and `tracestate` what comes with it; empty where nobody traces.
+
+    With `key_only` the sender has no content, and no frame comes. It is answered from the arena, the second tier or a
+    computation that is under way; else the failure is `unknown_media`, and the options say nothing.
     """
 
     request_id: str
@@ -76,6 +79,7 @@ class EncodeRequest(msgspec.Struct, frozen=True, kw_only=True, tag="encode"):
     options: MediaOptions
     deadline_unix_s: float
     inline: bool = False
+    key_only: bool = False
     traceparent: str = ""
     tracestate: str = ""
 
