@@ -14,6 +14,7 @@ from epd.gateway.admission import Admission
 from epd.gateway.answer_shapes import ChatCompletion, ChatCompletionChunk
 from epd.gateway.body import SMALL_BODY_BYTES, BodyReader
 from epd.gateway.chat import ChatService
+from epd.gateway.examples import CHAT
 from epd.gateway.operations import Answer, Operation
 from epd.gateway.reply import AnswerEnd, AnswerPart, ReplyWriter
 from epd.gateway.schema import ChatBody
@@ -41,6 +42,7 @@ class ChatCompletions:
                 tag="chat",
                 summary="Answer a conversation",
                 request=ChatBody,
+                examples=CHAT,
                 responses={
                     200: Answer(
                         description="The answer, whole or as a stream of events",

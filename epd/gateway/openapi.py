@@ -129,7 +129,12 @@ def _operation(operation: Operation, config: GatewayConfig) -> dict[str, Any]:
     if parameters := _parameters(operation, config):
         written["parameters"] = parameters
     if operation.request is not None:
-        written["requestBody"] = {"required": True, "content": _request(operation.request)}
+        content = _request(operation.request)
+        for body in content.values() if operation.examples else ():
+            body["examples"] = {
+                name: {"value": {"model": config.model_name, **example}} for name, example in operation.examples.items()
+            }
+        written["requestBody"] = {"required": True, "content": content}
     if config.api_keys and not operation.is_open:
         written["security"] = [{"key": []}]
     return written

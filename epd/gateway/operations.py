@@ -84,6 +84,8 @@ class Operation:
     summary: str
     description: str = ""
     request: type[BaseModel] | FormBody | None = None
+    examples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Bodies that work on every server, by name. `model` is left out: the document fills it in."""
     responses: Mapping[int, Answer]
     errors: tuple[int, ...] = ()
     is_open: bool = False

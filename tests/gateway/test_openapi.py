@@ -155,3 +155,16 @@ async def test_answers_are_held_to_the_document() -> None:
         judge.check("POST", url, 200, headers, stream)
         with pytest.raises(AssertionError, match=path):
             judge.check("POST", url, 200, headers, stream.replace('"assistant"', '"user"'))
+
+
+async def test_the_examples_of_the_document_work() -> None:
+    async with running_gateway(says("ok")) as stack:
+        paths = (await (await stack.session.get("/openapi.json")).json())["paths"]
+        num_examples = 0
+        for path, methods in paths.items():
+            content = methods.get("post", {}).get("requestBody", {}).get("content", {})
+            for name, example in content.get("application/json", {}).get("examples", {}).items():
+                async with stack.session.post(path, json=example["value"]) as response:
+                    assert response.status == 200, (path, name, await response.text())
+                    num_examples += 1
+    assert num_examples >= 3
