@@ -81,7 +81,7 @@ def inspect(
 
     Example: mimo inspect ~/models/MiMo-V2.5 --json
     """
-    location = _locate(checkpoint)
+    location = locate(checkpoint)
     layout: Literal["interleaved", "plain"] = "plain" if qkv_layout is QkvLayout.PLAIN else "interleaved"
     try:
         inspection = inspect_checkpoint(location, num_mtp_layers=mtp_layers, qkv_layout=layout)
@@ -97,7 +97,7 @@ def inspect(
         raise typer.Exit(1)
 
 
-def _locate(checkpoint: str) -> Path:
+def locate(checkpoint: str, argument: str = "CHECKPOINT") -> Path:
     """A built-in or published name, else a path. Raises ConfigError for a path that does not exist.
 
     A GGUF file, or a model that a package ships as one, is imported first, as `mimo serve` does.
@@ -109,7 +109,7 @@ def _locate(checkpoint: str) -> Path:
     if not checkpoint.strip() or not os.path.lexists(location):
         names = ", ".join(sorted([*BUILTIN_MODELS, *PACKAGED_MODELS, *published]))
         raise ConfigError(
-            f"CHECKPOINT is {shown_value(checkpoint)}: no such path; give a directory, a config.json, a .gguf file or "
+            f"{argument} is {shown_value(checkpoint)}: no such path; give a directory, a config.json, a .gguf file or "
             f"a name: {names}"
         )
     return location
