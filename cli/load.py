@@ -395,7 +395,7 @@ def as_json(settings: Any) -> str:
         raise TypeError(f"{type(value).__name__} is not a setting")
 
     shown = asdict(settings)
-    for owner in (shown, shown.get("gateway", {}), shown.get("front", {})):
+    for owner in (shown, shown.get("gateway") or {}, shown.get("front") or {}):
         if owner.get("api_keys"):
             owner["api_keys"] = [f"({len(owner['api_keys'])} hidden)"]
     for engine in (*shown.get("prefill", ()), *shown.get("decode", ())):

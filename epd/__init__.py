@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from epd.engine.trial import EngineTrial, TrialFailed
     from epd.engine.worker import REFUSALS, EngineThread, run_worker
     from epd.gateway.app import create_app, start_gateway
+    from epd.gateway.health import StageHealth, encoder_health, serving_health, worker_health
     from epd.gateway.process import fetch_limits, run_gateway
     from epd.gateway.render import Renderer
     from epd.kv.copies import InstantMover
@@ -60,6 +61,7 @@ __all__ = [
     "Renderer",
     "RetentionPolicy",
     "SequencePages",
+    "StageHealth",
     "TextConfig",
     "TieredCache",
     "TrialFailed",
@@ -68,6 +70,7 @@ __all__ = [
     "clear_local_store",
     "count_heads",
     "create_app",
+    "encoder_health",
     "fetch_limits",
     "heal_cost",
     "import_gguf",
@@ -82,8 +85,10 @@ __all__ = [
     "ring_pages",
     "run_gateway",
     "run_worker",
+    "serving_health",
     "start_gateway",
     "text_config",
+    "worker_health",
     "write_random_checkpoint",
 ]
 
@@ -111,6 +116,7 @@ _HOMES = {
     "Renderer": "epd.gateway.render",
     "RetentionPolicy": "epd.cache.retention",
     "SequencePages": "epd.cache.sequence_pages",
+    "StageHealth": "epd.gateway.health",
     "TextConfig": "epd.model.config",
     "TieredCache": "epd.cache.tiers.tiered",
     "TrialFailed": "epd.engine.trial",
@@ -119,6 +125,7 @@ _HOMES = {
     "clear_local_store": "epd.cache.l3.local_report",
     "count_heads": "epd.engine.sizing",
     "create_app": "epd.gateway.app",
+    "encoder_health": "epd.gateway.health",
     "fetch_limits": "epd.gateway.process",
     "heal_cost": "epd.engine.heal_cost",
     "import_gguf": "epd.model.gguf.checkpoint",
@@ -133,8 +140,10 @@ _HOMES = {
     "ring_pages": "epd.engine.heal_rows",
     "run_gateway": "epd.gateway.process",
     "run_worker": "epd.engine.worker",
+    "serving_health": "epd.gateway.health",
     "start_gateway": "epd.gateway.app",
     "text_config": "epd.engine.sizing",
+    "worker_health": "epd.gateway.health",
     "write_random_checkpoint": "epd.model.random_checkpoint",
 }
 

@@ -156,10 +156,11 @@ def _fleet_metrics(fleet: Fleet) -> Iterator[Metric]:
     yield late
     for role in fleet.roles:
         workers = fleet.of_role(role)
-        yield from _role_metrics(f"mimo_{STAGE_OF_ROLE[role]}", workers)
+        yield from role_metrics(f"mimo_{STAGE_OF_ROLE[role]}", workers)
 
 
-def _role_metrics(prefix: str, workers: Sequence[Worker]) -> Iterator[Metric]:
+def role_metrics(prefix: str, workers: Sequence[Worker]) -> Iterator[Metric]:
+    """What the workers of one stage say."""
     up = GaugeMetricFamily(f"{prefix}_ready", "1 when the worker takes requests", labels=["worker"])
     queue = GaugeMetricFamily(f"{prefix}_queue_requests", "Requests by state", labels=["worker", "state"])
     pages = GaugeMetricFamily(
