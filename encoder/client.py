@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import zmq.asyncio
 from numpy.typing import NDArray
@@ -33,6 +34,7 @@ from encoder.errors import (
 from encoder.links import Handler, Link, MemoryLink, ZmqLink
 from encoder.remote import Answer, Remote
 from encoder.ring import Ring
+from encoder.tracing import Span, span
 from encoder.types import EmbeddingRef, EncodeReply, EncodeRequest, EncoderInfo
 from encoder.wire import TensorFrame
 from preprocess.types import MediaKey, MediaOptions, Modality
@@ -192,25 +194,37 @@ class EncoderClient:
         *,
         inline: bool,
     ) -> Answer:
-        failed: set[str] = set()
-        last_error: EncoderError | None = None
-        num_lost = num_refused = 0
-        while num_lost < MAX_LOST and num_refused < MAX_REFUSED:
-            replica = await self._pick(key, failed, last_error, deadline_unix_s)
-            # An id of its own per attempt: a late reply to the first never meets the second.
+        attributes = {"mimo.media.modality": modality.value, "mimo.media.key": key}
+        with span("mimo.encode", kind="client", attributes=attributes) as traced:
+            # Ids of its own for every attempt: a late reply to the first never meets the second.
             request = EncodeRequest(
-                request_id=uuid.uuid4().hex,
+                request_id="",
                 key=key,
                 modality=modality,
                 options=options,
                 deadline_unix_s=deadline_unix_s,
                 inline=inline,
                 key_only=content is None,
+                traceparent=traced.carrier.traceparent,
+                tracestate=traced.carrier.tracestate,
             )
+            reply, tensors = await self._try_replicas(request, content, traced)
+            traced.set({"mimo.media.cached": reply.cached, "mimo.media.tokens": reply.ref.num_rows})
+            return reply, tensors
+
+    async def _try_replicas(self, prototype: EncodeRequest, content: bytes | None, traced: Span) -> Answer:
+        key, deadline_unix_s = prototype.key, prototype.deadline_unix_s
+        failed: set[str] = set()
+        last_error: EncoderError | None = None
+        num_lost = num_refused = 0
+        while num_lost < MAX_LOST and num_refused < MAX_REFUSED:
+            replica = await self._pick(key, failed, last_error, deadline_unix_s)
+            request = msgspec.structs.replace(prototype, request_id=uuid.uuid4().hex)
             try:
                 return await replica.ask(request, content)
             except RETRYABLE as error:
                 logger.info("encoder %s did not serve %s: %s", replica.name, key, error)
+                traced.event("mimo.retry", {"mimo.encode.replica": replica.name, "error.type": error.code})
                 failed |= self._sharing(replica) if isinstance(error, ArenaLocked) else {replica.name}
                 last_error = error
                 num_lost += isinstance(error, (ReplicaLost, EncodeCancelled))

@@ -4,11 +4,13 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from encoder.cache.store import Reservation
+from msgspec.structs import replace
+
+from encoder.cache.store import Entry, Reservation
 from encoder.config import EncoderConfig
 from encoder.errors import EncoderBusy, KeyMismatch, WireError
-from encoder.passage import Passage
-from encoder.types import EncodeRequest, FromEncoder, StageTimings
+from encoder.passage import Moments, Passage
+from encoder.types import EmbeddingRef, EncodeReply, EncodeRequest, FromEncoder, StageTimings
 from encoder.wire import TensorFrame
 from preprocess.config import ProcessorConfig
 from preprocess.errors import MediaUnsupported
@@ -58,6 +60,11 @@ class Flight:
         """Of what has been done so far."""
         return StageTimings() if self.passage is None else self.passage.timings
 
+    @property
+    def moments(self) -> Moments | None:
+        """When it was done."""
+        return None if self.passage is None else self.passage.moments
+
 
 def verified_content(
     request: EncodeRequest,
@@ -92,3 +99,18 @@ def verified_content(
         # The key decides what others get from the cache: it is never taken on trust.
         raise KeyMismatch(f"key {request.key} was given, this encoder computes {expected}")
     return content
+
+
+def reply_of(waiter: Waiter, ref: EmbeddingRef, entry: Entry, flight: Flight | None, now_s: float) -> EncodeReply:
+    """The answer to a request for what is in the arena; without a flight it was there when the request came."""
+    timings = StageTimings() if flight is None else flight.timings
+    spent_s = timings.prepare_s + timings.batch_wait_s + timings.tower_s
+    return EncodeReply(
+        request_id=waiter.request.request_id,
+        key=ref.key,
+        layout=entry.layout,
+        ref=ref,
+        cached=flight is None or flight.is_cached,
+        timings=replace(timings, queue_s=max(0.0, now_s - waiter.admitted_s - spent_s)),
+        warnings=entry.warnings,
+    )

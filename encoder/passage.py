@@ -77,6 +77,14 @@ class Works(Generic[PlaceT]):
     clock: Callable[[], float]
 
 
+@dataclass(slots=True)
+class Moments:
+    """When the medium was first and last prepared and in the tower, by the clock of the works; None until it was."""
+
+    prepared: tuple[float, float] | None = None
+    in_tower: tuple[float, float] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Arrival(Generic[PlaceT]):
     """A medium whose rows are all in `place`, which now belongs to whoever asked for them."""
@@ -104,6 +112,7 @@ class Passage(Generic[PlaceT]):
         self._warnings: tuple[str, ...] = ()
         self._tickets: set[Ticket] = set()
         self._failure: TowerFailed | None = None
+        self.moments = Moments()
         self._prepare_s = 0.0
         self._batch_wait_s = 0.0
         self._tower_s: dict[int, float] = {}
@@ -164,7 +173,9 @@ class Passage(Generic[PlaceT]):
                             return
                         num_rows = medium.layout.num_rows
                 finally:
-                    self._prepare_s += works.clock() - started_s
+                    stopped_s = works.clock()
+                    self._prepare_s += stopped_s - started_s
+                    self.moments.prepared = _widened(self.moments.prepared, started_s, stopped_s)
             await self._wait_for_room(num_rows)
 
     async def _open(self, content: bytes, timeout_s: float | None) -> PooledMedia:
@@ -239,6 +250,8 @@ class Passage(Generic[PlaceT]):
         self._tickets.discard(ticket)
         self._batch_wait_s = max(self._batch_wait_s, ticket.batch_wait_s)
         self._tower_s[ticket.batch] = ticket.tower_s
+        entered_s = ticket.since_s + ticket.batch_wait_s
+        self.moments.in_tower = _widened(self.moments.in_tower, entered_s, entered_s + ticket.tower_s)
         self._failure = self._failure or done.result()
 
     def _has_room(self, num_rows: int) -> bool:
@@ -283,3 +296,7 @@ class Passage(Generic[PlaceT]):
     async def _settle(self) -> None:
         while self._tickets:
             await asyncio.wait({ticket.done for ticket in self._tickets})
+
+
+def _widened(span: tuple[float, float] | None, start_s: float, stop_s: float) -> tuple[float, float]:
+    return (start_s, stop_s) if span is None else (min(span[0], start_s), max(span[1], stop_s))

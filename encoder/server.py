@@ -22,8 +22,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from msgspec.structs import replace
-
 from encoder.cache.room import RoomQueue
 from encoder.cache.store import EmbeddingStore, Reservation
 from encoder.cache.usage import StoreUsage
@@ -39,8 +37,9 @@ from encoder.errors import (
     EncoderUnavailable,
 )
 from encoder.failures import failure_of
-from encoder.flight import Flight, Reply, Waiter, verified_content
+from encoder.flight import Flight, Reply, Waiter, reply_of, verified_content
 from encoder.leasing import Leased, Leasing
+from encoder.measures import EncodeMeasures
 from encoder.passage import Arrival, Passage, Works
 from encoder.rows import frame_of
 from encoder.runner import TowerRunner
@@ -48,7 +47,6 @@ from encoder.tiers.second import SecondTier
 from encoder.tower_queue import TowerQueue
 from encoder.types import (
     CancelEncode,
-    EncodeReply,
     EncodeRequest,
     EncoderInfo,
     FetchRows,
@@ -56,7 +54,6 @@ from encoder.types import (
     Ping,
     ReleaseLeases,
     Replica,
-    StageTimings,
     ToEncoder,
 )
 from encoder.wire import TensorFrame
@@ -118,6 +115,7 @@ class EncoderServer:
         self._draining = False
         self._counters: Counter[str] = Counter()
         self._prepare_s = 0.0
+        self._measures = EncodeMeasures()
 
     def start(self) -> None:
         """Begin to run batches and to reclaim expired leases."""
@@ -190,6 +188,7 @@ class EncoderServer:
             leased_bytes=usage.leased_bytes,
             ready=not self._draining,
             counters=self._all_counters(),
+            histograms=(*self._measures.told(), *self._tower.told()),
             tower_busy_s=busy_s,
             wedged=busy_s > self._config.wedged_after_s,
             arena_locked_s=self._store.locked_s,
@@ -211,7 +210,7 @@ class EncoderServer:
         decoders["decode_stuck"] = self._pool.num_stuck
         tier = {} if self._second is None else self._second.all_counters()
         batches = {"batches": tower.num_batches, "batch_jobs": tower.num_jobs, **tower.runner_counters}
-        return {**self._counters, **batches, **times_s, **decoders, **tier}
+        return {**self._counters, **self._measures.tokens, **batches, **times_s, **decoders, **tier}
 
     def disconnect(self, peer: str) -> None:
         """A transport found that a peer is gone: end its requests and leases now instead of at their deadlines."""
@@ -240,12 +239,12 @@ class EncoderServer:
                 self._answer_cached(leased)
         except (EncoderError, MediaError) as error:
             self._counters["refused"] += 1
-            reply(failure_of(request.request_id, error), ())
+            self._refuse(waiter, error, None)
 
     def _answer_cached(self, leased: Leased) -> None:
         self._counters["hits"] += len(leased.refs)
         self._store.count(hits=len(leased.refs))
-        self._answer(leased, cached=True, timings=StageTimings())
+        self._answer(leased, None)
 
     def _admit(self, waiter: Waiter, tensors: Sequence[TensorFrame], *, is_unsure: bool) -> None:
         """Join or open a flight. Raises the EncoderError or MediaError with which the request is refused."""
@@ -313,8 +312,10 @@ class EncoderServer:
     async def _encode(self, flight: Flight, passage: Passage[Reservation]) -> None:
         """Decode, run the tower, publish; and tell the second tier."""
         self._store.count(misses=1)
-        await self._land(flight, await passage.run(lambda: self._remaining_s(flight)))
+        arrival = await passage.run(lambda: self._remaining_s(flight))
+        await self._land(flight, arrival)
         self._counters["encoded"] += 1
+        self._measures.encoded(passage.timings, arrival.layout)
         if self._second is not None:
             self._second.keep(flight.key)
 
@@ -334,7 +335,7 @@ class EncoderServer:
     async def _land(self, flight: Flight, arrival: Arrival[Reservation]) -> None:
         """Publish, and reply to all who wait. Raises EncoderBusy with nothing published and nobody replied to."""
         leased = await self._leasing.publish(flight, arrival)
-        self._answer(leased, cached=flight.is_cached, timings=flight.timings)
+        self._answer(leased, flight)
 
     def _remaining_s(self, flight: Flight) -> float:
         """Whoever has joined by now is waited for, not only the first."""
@@ -346,26 +347,24 @@ class EncoderServer:
         for waiter in list(flight.waiters):
             self._fail(waiter, error)
 
-    def _answer(self, leased: Leased, *, cached: bool, timings: StageTimings) -> None:
+    def _answer(self, leased: Leased, flight: Flight | None) -> None:
         """Reply with a reference to each who has a lease; none of them had left when the leases were given."""
-        spent_s = timings.prepare_s + timings.batch_wait_s + timings.tower_s
         for waiter, ref in leased.refs:
             self._forget(waiter)
-            queue_s = max(0.0, self._clock() - waiter.admitted_s - spent_s)
-            reply = EncodeReply(
-                request_id=waiter.request.request_id,
-                key=ref.key,
-                layout=leased.entry.layout,
-                ref=ref,
-                cached=cached,
-                timings=replace(timings, queue_s=queue_s),
-                warnings=leased.entry.warnings,
-            )
+            now_s = self._clock()
+            reply = reply_of(waiter, ref, leased.entry, flight, now_s)
+            self._measures.answered(waiter, reply, None if flight is None else flight.moments, now_s)
             waiter.reply(reply, (frame_of(self._store, ref),) if waiter.request.inline else ())
 
     def _fail(self, waiter: Waiter, error: EncoderError | MediaError) -> None:
+        flight = self._flights.get(waiter.request.key)
         self._forget(waiter)
-        waiter.reply(failure_of(waiter.request.request_id, error), ())
+        self._refuse(waiter, error, flight)
+
+    def _refuse(self, waiter: Waiter, error: EncoderError | MediaError, flight: Flight | None) -> None:
+        failure = failure_of(waiter.request.request_id, error)
+        self._measures.failed(waiter, failure, None if flight is None else flight.moments, self._clock())
+        waiter.reply(failure, ())
 
     def _expire(self, waiter: Waiter) -> None:
         self._counters["deadlines"] += 1

@@ -6,13 +6,15 @@ asks `wait_for_room` before it starts another medium and before it hands over an
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from encoder.batcher import Batcher, Lane, LaneBudget
 from encoder.config import EncoderConfig
 from encoder.errors import TowerFailed
+from encoder.histogram import SIZES, STEP_SECONDS, Histograms
 from encoder.runner import TowerJob, TowerRunner
+from encoder.types import HistogramCounts
 
 # Batches' worth of decoded media that may wait in a lane before decoding pauses,
 MAX_WAITING_BATCHES = 2
@@ -54,6 +56,8 @@ class TowerQueue:
         self._busy_since_s: float | None = None
         self.num_batches = 0
         self.num_jobs = 0
+        self._sizes = Histograms("batch_size_jobs", SIZES, "lane")
+        self._durations = Histograms("batch_seconds", STEP_SECONDS, "lane")
         self.tower_s = 0.0
 
     @property
@@ -65,6 +69,11 @@ class TowerQueue:
     def runner_counters(self) -> dict[str, int]:
         """Passes of the tower, and whether media may not share them on this machine: 1 or 0."""
         return {"tower_passes": self._runner.num_passes, "packing_refused": self._runner.num_refused_packing}
+
+    def told(self) -> Iterator[HistogramCounts]:
+        """Sizes of batches, and how long they were in the tower."""
+        yield from self._sizes.told()
+        yield from self._durations.told()
 
     def submit(self, job: TowerJob) -> Ticket:
         """Queue a job for the next batch of its lane."""
@@ -91,14 +100,14 @@ class TowerQueue:
             now_s = self._clock()
             batch = self._batcher.pop(now_s)
             if batch is not None:
-                await self._run_batch(batch.jobs, now_s)
+                await self._run_batch(batch.lane, batch.jobs, now_s)
                 continue
             due_s = self._batcher.next_due_s(now_s)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._work.wait(), None if due_s is None else due_s - now_s)
             self._work.clear()
 
-    async def _run_batch(self, tickets: Sequence[Ticket], now_s: float) -> None:
+    async def _run_batch(self, lane: Lane, tickets: Sequence[Ticket], now_s: float) -> None:
         self.num_batches += 1
         for ticket in tickets:
             ticket.in_tower = True
@@ -111,6 +120,8 @@ class TowerQueue:
         tower_s = self._clock() - now_s
         self.num_jobs += len(tickets)
         self.tower_s += tower_s
+        self._sizes[lane].observe(len(tickets))
+        self._durations[lane].observe(tower_s)
         for ticket, outcome in zip(tickets, outcomes, strict=True):
             self._let_go(ticket)
             ticket.tower_s = tower_s
