@@ -14,9 +14,11 @@ from typing import Any
 
 import msgspec
 
+from cli.cluster import ClusterConfig, cluster_keys
 from cli.logs import log_to_stderr
 from cli.orphan import follow_parent
 from encoder import FrontConfig, SglangConfig
+from encoder.cluster import ClusterKeys
 from encoder.config import EncoderConfig
 from epd.config import EngineConfig, GatewayConfig
 
@@ -38,14 +40,16 @@ class EncoderStage:
     address: str
     arena: str
     arena_is_shared: bool = False
+    cluster: ClusterConfig | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStage:
-    """A prefill or decode process."""
+    """A prefill or decode process. Other workers reach it where `cluster` advertises it, else at `address`."""
 
     config: EngineConfig
     address: str
+    cluster: ClusterConfig | None = None
 
     @property
     def name(self) -> str:
@@ -56,6 +60,7 @@ class WorkerStage:
 class GatewayStage:
     config: GatewayConfig
     name: str = "gateway"
+    cluster: ClusterConfig | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,19 +143,26 @@ def run(stage: Stage) -> None:
                 address=stage.address,
                 arena=stage.arena,
                 shared=stage.arena_is_shared,
+                keys=_keys(stage.cluster),
             )
         case WorkerStage():
             from epd import run_worker
 
-            run_worker(stage.config, address=stage.address)
+            advertise = None if stage.cluster is None else stage.cluster.advertise
+            run_worker(stage.config, address=stage.address, advertise=advertise, keys=_keys(stage.cluster))
         case GatewayStage():
             from epd import run_gateway
 
-            run_gateway(stage.config)
+            run_gateway(stage.config, keys=_keys(stage.cluster))
         case FrontStage():
             from encoder import run_front
 
             run_front(stage.config, stage.sglang)
+
+
+def _keys(cluster: ClusterConfig | None) -> ClusterKeys | None:
+    """Read again, so that they are in no file of settings."""
+    return None if cluster is None else cluster_keys(cluster)
 
 
 def main() -> None:

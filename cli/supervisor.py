@@ -19,6 +19,7 @@ from typing import Literal
 from cli.load import SupervisorConfig
 from cli.stage import EXIT_USAGE, FrontStage, GatewayStage, Stage, stage_kind, write_settings
 from cli.watch import Watch
+from encoder.cluster import ClusterKeys
 
 
 class StageFailed(Exception):
@@ -49,6 +50,7 @@ class Supervisor:
         *,
         runtime_dir: Path,
         config: SupervisorConfig,
+        keys: ClusterKeys | None = None,
         on_event: Callable[[StageEvent], None] = lambda event: None,
     ) -> None:
         self._stages = tuple(stages)
@@ -59,7 +61,7 @@ class Supervisor:
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._failure: asyncio.Future[None] | None = None
         self._stopping = False
-        self._watch = Watch(stages, config, on_silence=self._kill_silent)
+        self._watch = Watch(stages, config, on_silence=self._kill_silent, keys=keys)
         self._watching: asyncio.Task[None] | None = None
 
     @property

@@ -13,6 +13,7 @@ import zmq.asyncio
 
 from cli.load import SupervisorConfig
 from cli.stage import EncoderStage, FrontStage, GatewayStage, Stage, WorkerStage
+from encoder.cluster import ClusterKeys, secure_client
 from encoder.types import Ping, ToEncoder
 from encoder.wire import Codec
 from epd.types import Hello, ToWorker
