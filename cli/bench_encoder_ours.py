@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cli.bench_case import BenchFailed
 from cli.bench_machine import cpu_by_descendant
-from cli.serve import free_port
+from cli.processes import free_port
 from cli.stage import die_with_parent
 
 _START_S = 120.0

@@ -22,8 +22,8 @@ from cli.chat import server_root
 from cli.eval_client import ChatClient, NoAnswer, served_model
 from cli.eval_view import Tally, percent, show
 from cli.load import MODES, ConfigError, load
+from cli.processes import free_port
 from cli.runtime import run_directory
-from cli.serve import free_port
 from cli.service import service
 from cli.stage import die_with_parent
 from cli.supervisor import StageFailed

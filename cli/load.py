@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import msgspec
 
+from cli.cluster import KEY_VARIABLE, ClusterConfig
 from cli.errors import ConfigError as ConfigError
 from cli.models import PACKAGED_MODELS, ModelUnavailable, cache_dir, imported_model, is_imported, kv_store_dir
 from encoder import FrontConfig, SglangConfig
@@ -36,8 +37,8 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 ENV_PREFIX = "MIMO_"
 HOST_BUDGET_BYTES = 256 << 20
 """Of a worker's host tier, where a deployment says nothing of it."""
-# Of scripts/check, of the tests, of cli.models, and where local stores are: no settings of a deployment.
-_NOT_SETTINGS = ("MIMO_VENV", "MIMO_TEST_EFFORT", "MIMO_CACHE_DIR", "MIMO_KV_STORE_DIR")
+# Of scripts/check, of the tests, of cli.models, where local stores are, and a secret: no settings of a deployment.
+_NOT_SETTINGS = ("MIMO_VENV", "MIMO_TEST_EFFORT", "MIMO_CACHE_DIR", "MIMO_KV_STORE_DIR", KEY_VARIABLE)
 
 # Types of settings, for people.
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", Path: "a path", tuple: "a list of texts"}
@@ -96,17 +97,18 @@ _SECTIONS: dict[str, type[Any]] = {
     "supervisor": SupervisorConfig,
     "front": FrontConfig,
     "sglang": SglangConfig,
+    "cluster": ClusterConfig,
 }
 # [prefill] and [decode] override [engine] for their role; the replica counts live with the stages.
 _STAGES = ("encoder", "prefill", "decode")
 _TOP_LEVEL = ("mode", "role", "model", "model_name")
-# Sections of `--role encoder`, see `cli.load_role`.
-_OF_ROLE = ("front", "sglang")
+# Sections of single roles, see `cli.load_role`.
+_OF_ROLE = {"front": "encoder", "sglang": "encoder", "cluster": "gateway, prefill, decode or encoder-worker"}
 
 
 def _allowed_keys(section: str) -> list[str]:
     owner = _SECTIONS["engine" if section in ("prefill", "decode") else section]
-    keys = [field.name for field in fields(owner) if field.name not in _DERIVED]
+    keys = [field.name for field in fields(owner) if section == "cluster" or field.name not in _DERIVED]
     return sorted([*keys, "replicas"] if section in _STAGES else keys)
 
 
@@ -270,10 +272,10 @@ def load(
     settings = collect(file=file, flags=flags, environ=environ)
     if settings.get("role") is not None:
         raise ConfigError(f"role is {settings['role']!r}; that is for mimo serve, this command starts whole pipelines")
-    for section in _OF_ROLE:
+    for section, role in _OF_ROLE.items():
         if settings.get(section):
             key = f"{section}.{next(iter(settings[section]))}"
-            raise ConfigError(f"{key} is set, but only role encoder has a section [{section}]; add --role encoder")
+            raise ConfigError(f"{key} is set, but only role {role} has a section [{section}]; add --role")
     mode = settings.get("mode", "epd")
     if mode not in MODES:
         raise ConfigError(f"mode is {mode!r}; allowed: {', '.join(MODES)}")
@@ -290,20 +292,8 @@ def load(
     encoders = (encoder,) * counts["encoder"]
 
     def engines(stage: str, role: Role) -> tuple[EngineConfig, ...]:
-        # Converted one by one, so that an error names the section that holds the value.
-        shared = _convert("engine", EngineConfig, settings.get("engine", {}))
-        own = _convert(stage, EngineConfig, without_replicas(settings.get(stage, {})))
-        shared = tiers_unless_chosen(shared | own) | shared
-        for values in (shared, own):
-            if values.get("kv_store") == "local":
-                values["kv_store"] = f"local:{kv_store_dir(environ)}"
-        try:
-            return tuple(
-                build(stage, EngineConfig, shared | own, role=role, name=f"{stage}-{i}", **model)
-                for i in range(counts[stage])
-            )
-        except ConfigError as error:
-            raise ConfigError(named_by_section(str(error), stage, own)) from error
+        names = [f"{stage}-{i}" for i in range(counts[stage])]
+        return tuple(engine_config(stage, settings, environ, role=role, name=name, **model) for name in names)
 
     gateway = build(
         "gateway",
@@ -331,6 +321,21 @@ def load(
         supervisor=supervisor,
         **model,
     )
+
+
+def engine_config(stage: str, settings: Mapping[str, Any], environ: Mapping[str, str], **derived: Any) -> EngineConfig:
+    """One worker of a stage: [engine], and what the stage's own section has instead. Raises ConfigError."""
+    # Converted one by one, so that an error names the section that holds the value.
+    shared = _convert("engine", EngineConfig, settings.get("engine", {}))
+    own = _convert(stage, EngineConfig, without_replicas(settings.get(stage, {})))
+    shared = tiers_unless_chosen(shared | own) | shared
+    for values in (shared, own):
+        if values.get("kv_store") == "local":
+            values["kv_store"] = f"local:{kv_store_dir(environ)}"
+    try:
+        return build(stage, EngineConfig, shared | own, **derived)
+    except ConfigError as error:
+        raise ConfigError(named_by_section(str(error), stage, own)) from error
 
 
 def tiers_unless_chosen(chosen: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from cli.load import ConfigError, ServeConfig
+from cli.load_role import RoleDeployment
 from encoder.checkpoint import CheckpointError, read_json_object
 from epd import PoolTooSmall, TextConfig, count_heads, inspect_checkpoint, plan_worker, text_config
 from epd.config import EngineConfig
@@ -22,7 +23,7 @@ _KV_SETTINGS: Final[Mapping[str, Callable[[EngineConfig, TextConfig, int], objec
 }
 
 
-def check_workers(config: ServeConfig, *, num_held: int | None = None) -> None:
+def check_workers(config: ServeConfig | RoleDeployment, *, num_held: int | None = None) -> None:
     """Refuse what a worker would refuse at its start, and workers that could not continue from each other's KV.
 
     `num_held` is how many draft heads the files hold; None looks, which takes configurations and headers, no weights.

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cli.load import ConfigError, ServeConfig
+from cli.load_role import RoleDeployment
 from cli.load_workers import check_workers
 from encoder.checkpoint import CheckpointError
 from epd import Findings, inspect_checkpoint
@@ -26,7 +27,7 @@ DIFFERENCES = {
 }
 
 
-def check_deployment(config: ServeConfig) -> None:
+def check_deployment(config: ServeConfig | RoleDeployment) -> None:
     """Raises ConfigError with everything that is wrong with the checkpoint of a deployment, or with what its workers
     are to do with it."""
     is_plain = any(engine.qkv_layout == "plain" for engine in config.prefill + config.decode)

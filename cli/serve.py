@@ -5,31 +5,37 @@ The command's function is long because every flag is one of its parameters.
 
 import asyncio
 import json
-import signal
-import socket
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from cli.arena import arena_name, host_arena
 from cli.completion import one_of, served_models, shipped_configs
 from cli.greet import greet_encoder
 from cli.load import BUILTIN_MODELS, MODES, ConfigError, ServeConfig, as_json
-from cli.load_role import ROLES, EncoderDeployment, given_role, load_any
+from cli.load_role import ENCODER_WORKER, ROLES, EncoderDeployment, RoleDeployment, given_role, load_any
 from cli.load_workers import check_workers
 from cli.logs import log_to_stderr
 from cli.preflight import check_deployment
+from cli.processes import (
+    build_stages,
+    console,
+    encoder_stages,
+    free_port,
+    reach,
+    require_free_port,
+    serve_processes,
+    stop_signal,
+    until_ready,
+)
 from cli.runtime import run_directory
-from cli.stage import EncoderStage, FrontStage, GatewayStage, Stage, WorkerStage
-from cli.supervisor import StageEvent, StageFailed, StageRefused, Supervisor
+from cli.serve_role import serve_role
+from cli.stage import FrontStage, Stage
+from cli.supervisor import StageFailed, StageRefused
 from cli.terminal import quoted
 from encoder.checkpoint import read_json_object
-
-console = Console(stderr=True, highlight=False)
 
 
 def serve(
@@ -45,7 +51,8 @@ def serve(
         str,
         typer.Option(
             help="One stage served by itself: encoder, whose HTTP side takes media on /v1/encode and speaks SGLang's "
-            "encoder protocol. Without it, the whole pipeline.",
+            "encoder protocol; or one process of a pipeline over many machines: gateway, prefill, decode, "
+            f"{ENCODER_WORKER}. Without it, the whole pipeline.",
             show_default=False,
             autocompletion=one_of(*ROLES),
         ),
@@ -72,7 +79,49 @@ def serve(
     allow_private_addresses: Annotated[
         bool, typer.Option("--allow-private-addresses", help="Let media URLs reach loopback and private networks.")
     ] = False,
-    encoders: Annotated[int | None, typer.Option(help="Encoder processes.", show_default="1")] = None,
+    encoders: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="COUNT|ADDRESS",
+            help="Encoder processes; of role gateway where they listen, tcp://HOST:PORT, repeatable.",
+            show_default="1",
+        ),
+    ] = None,
+    prefill: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ADDRESS", help="Of role gateway: where prefill workers listen; repeatable."),
+    ] = None,
+    decode: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ADDRESS", help="Of role gateway: where decode workers listen; repeatable."),
+    ] = None,
+    listen: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDRESS",
+            help=f"Of roles prefill, decode and {ENCODER_WORKER}: where to listen, such as tcp://0.0.0.0:7001.",
+            show_default=False,
+        ),
+    ] = "",
+    advertise: Annotated[
+        str,
+        typer.Option(metavar="ADDRESS", help="Where others reach --listen.", show_default="this machine's own address"),
+    ] = "",
+    cluster_key_file: Annotated[
+        Path | None,
+        typer.Option(help="File with the secret that all processes of a cluster share; or MIMO_CLUSTER_KEY."),
+    ] = None,
+    insecure_cluster: Annotated[
+        bool, typer.Option("--insecure-cluster", help="Do without one, on a network that nobody else can reach.")
+    ] = False,
+    health_host: Annotated[str, typer.Option(help="Address of --health-port.", show_default="127.0.0.1")] = "",
+    health_port: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Of roles prefill, decode and {ENCODER_WORKER}: port of /health, /ready and /metrics.",
+            show_default="none",
+        ),
+    ] = None,
     prefill_workers: Annotated[int | None, typer.Option(help="Prefill processes.", show_default="1")] = None,
     decode_workers: Annotated[int | None, typer.Option(help="Decode processes.", show_default="1")] = None,
     embedding_store: Annotated[
@@ -102,8 +151,11 @@ def serve(
     Example: mimo serve --mode epd --media-root samples
 
     Example: mimo serve --role encoder --encoders 2 --port 8001
+
+    Example: mimo serve --role decode --listen tcp://0.0.0.0:7002 --cluster-key-file cluster.key
     """
-    http = "front" if given_role(config, role) else "gateway"
+    known_role = given_role(config, role)
+    http = "front" if known_role == "encoder" else "gateway"
     flags = _flags(
         {
             "mode": mode or None,
@@ -113,7 +165,15 @@ def serve(
             f"{http}.port": port,
             "fetch.media_roots": [str(root) for root in media_root] if media_root else None,
             "fetch.allow_private_addresses": allow_private_addresses or None,
-            "encoder.replicas": encoders,
+            **_encoders(encoders, known_role),
+            "cluster.prefill": prefill,
+            "cluster.decode": decode,
+            "cluster.listen": listen or None,
+            "cluster.advertise": advertise or None,
+            "cluster.key_file": cluster_key_file,
+            "cluster.insecure": insecure_cluster or None,
+            "cluster.health_host": health_host or None,
+            "cluster.health_port": health_port,
             "encoder.embedding_store": _store_url(embedding_store),
             "prefill.replicas": prefill_workers,
             "decode.replicas": decode_workers,
@@ -127,13 +187,16 @@ def serve(
         with run_directory() as runtime_dir:
             resolved = load_any(runtime_dir=runtime_dir, file=config, flags=flags)
             if print_config:
-                if isinstance(resolved, ServeConfig):
+                if not isinstance(resolved, EncoderDeployment):
                     check_workers(resolved)
                 typer.echo(as_json(resolved))
                 return
             if isinstance(resolved, EncoderDeployment):
                 require_free_port(resolved.front.host, resolved.front.port)
                 asyncio.run(_serve_encoder(resolved))
+                return
+            if isinstance(resolved, RoleDeployment):
+                serve_role(resolved)
                 return
             check_deployment(resolved)
             require_free_port(resolved.gateway.host, resolved.gateway.port)
@@ -161,6 +224,15 @@ def _flags(named: dict[str, Any], free: Sequence[str]) -> dict[str, Any]:
     return nested
 
 
+def _encoders(given: Sequence[str] | None, role: str | None) -> dict[str, Any]:
+    """`--encoders` is how many there are or, for a gateway by itself, where. Raises ConfigError."""
+    if role == "gateway" or not given:
+        return {"cluster.encoders": given or None}
+    if len(given) > 1 or not given[0].isdecimal():
+        raise ConfigError(f"--encoders is {' '.join(given)}; allowed: a whole number; role gateway takes addresses")
+    return {"encoder.replicas": int(given[0])}
+
+
 def _store_url(given: str) -> str | None:
     """A directory by its whole path: a stage may run elsewhere."""
     if not given:
@@ -168,96 +240,21 @@ def _store_url(given: str) -> str | None:
     return given if "://" in given or given.startswith("unix:") else str(Path(given).expanduser().absolute())
 
 
-def build_stages(config: ServeConfig) -> list[Stage]:
-    """The processes of a deployment, the gateway last."""
-    stages: list[Stage] = [*encoder_stages(config, config.gateway.encoders)]
-    engines = [
-        *zip(config.prefill, config.gateway.prefill, strict=True),
-        *zip(config.decode, config.gateway.decode, strict=True),
-    ]
-    stages += [WorkerStage(config=settings, address=address) for settings, address in engines]
-    return [*stages, GatewayStage(config=config.gateway)]
-
-
-def encoder_stages(config: ServeConfig | EncoderDeployment, addresses: Sequence[str]) -> list[EncoderStage]:
-    """The encoder processes of a deployment; they share the arena that `host_arena` makes."""
-    return [
-        EncoderStage(
-            config=settings,
-            model_dir=config.model_dir,
-            name=f"encoder-{i}",
-            address=addresses[i],
-            arena=arena_name(config.runtime_dir),
-            arena_is_shared=True,
-        )
-        for i, settings in enumerate(config.encoders)
-    ]
-
-
-def _stop_signal() -> asyncio.Event:
-    """Set once this process is told to stop."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    return stop
-
-
 async def _serve_encoder(config: EncoderDeployment) -> None:
     front = FrontStage(config=config.front, sglang=config.sglang)
     stages: list[Stage] = [*encoder_stages(config, config.front.encoders), front]
-    await _serve_processes(config, stages, _stop_signal(), announce=lambda: _announce_encoder(config))
+    await serve_processes(config, stages, stop_signal(), announce=lambda: _announce_encoder(config))
 
 
 async def _serve(config: ServeConfig) -> None:
-    stop = _stop_signal()
+    stop = stop_signal()
     if config.mode == "unified":
         from cli.unified import serve_unified
 
         log_to_stderr("unified")
         await serve_unified(config, stop, on_ready=lambda: _greet(config))
         return
-    await _serve_processes(config, build_stages(config), stop, announce=lambda: _announce(config))
-
-
-async def _serve_processes(
-    config: ServeConfig | EncoderDeployment,
-    stages: Sequence[Stage],
-    stop: asyncio.Event,
-    *,
-    announce: Callable[[], Coroutine[Any, Any, None]],
-) -> None:
-    with host_arena(config.encoders, config.runtime_dir):
-        supervisor = Supervisor(stages, runtime_dir=config.runtime_dir, config=config.supervisor, on_event=show_event)
-        await supervisor.start()
-        waits: list[asyncio.Task[Any]] = [
-            asyncio.create_task(stop.wait()),
-            asyncio.create_task(supervisor.failed()),
-            asyncio.create_task(announce()),
-        ]
-        try:
-            stopped, failed, announced = waits
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if announced.done():
-                announced.result()
-                await asyncio.wait([stopped, failed], return_when=asyncio.FIRST_COMPLETED)
-            if failed.done():
-                failed.result()
-            console.print("stopping: finishing what is in flight")
-        finally:
-            for task in waits:
-                task.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
-            await supervisor.stop()
-
-
-def show_event(event: StageEvent) -> None:
-    if event.what == "started":
-        console.print(f"  {event.name:<12} pid {event.pid}", style="dim")
-    elif event.what == "silent":
-        console.print(f"  {event.name:<12} pid {event.pid} silent for {event.silent_s:.0f} s: killed", style="yellow")
-    elif event.returncode:
-        console.print(f"  {event.name:<12} pid {event.pid} ended with {event.returncode}", style="yellow")
+    await serve_processes(config, build_stages(config), stop, announce=lambda: _announce(config))
 
 
 async def _announce(config: ServeConfig) -> None:
@@ -274,33 +271,6 @@ async def _announce_encoder(config: EncoderDeployment) -> None:
     await until_ready(config)
     console.print(f"ready after {time.monotonic() - started_s:.1f} s")
     greet_encoder(config, reach(config), console)
-
-
-async def until_ready(config: ServeConfig | EncoderDeployment) -> None:
-    """Wait until every stage is ready. Raises StageFailed after `start_timeout_s`."""
-    import aiohttp
-
-    started_s = time.monotonic()
-    url = f"http://{reach(config)}/ready"
-    reasons = "no answer yet"
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
-        while time.monotonic() - started_s < config.supervisor.start_timeout_s:
-            try:
-                async with session.get(url) as response:
-                    if response.status == 200:
-                        return
-                    reasons = await response.text()
-            except (aiohttp.ClientError, TimeoutError) as error:
-                reasons = str(error) or type(error).__name__
-            await asyncio.sleep(0.1)
-    raise StageFailed(f"not ready after {config.supervisor.start_timeout_s:.0f} s: {reasons}")
-
-
-def reach(config: ServeConfig | EncoderDeployment) -> str:
-    """host:port to reach a server that may listen on every interface."""
-    server = config.front if isinstance(config, EncoderDeployment) else config.gateway
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(server.host, server.host)
-    return f"{host}:{server.port}"
 
 
 async def _greet(config: ServeConfig) -> None:
@@ -347,18 +317,3 @@ async def _mention_context(config: ServeConfig) -> None:
             f"a prompt and its answer may have {room:,} of the model's {own:,} tokens together: "
             f"engine.kv_budget_bytes, {config.prefill[0].kv_budget_bytes:,}, has room for no more\n"
         )
-
-
-def free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def require_free_port(host: str, port: int) -> None:
-    """Raises ConfigError."""
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        socket.create_server((host, port), family=family).close()
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another with --port") from error

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from cli.arena import host_arena
 from cli.load import ServeConfig
 from cli.preflight import check_deployment
-from cli.serve import build_stages, reach, show_event, until_ready
+from cli.processes import build_stages, reach, show_event, until_ready
 from cli.supervisor import Supervisor
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import zmq
 import zmq.asyncio
 
+from cli.cluster import near
 from cli.load import SupervisorConfig
 from cli.stage import EncoderStage, FrontStage, GatewayStage, Stage, WorkerStage
 from encoder.cluster import ClusterKeys, secure_client
@@ -28,11 +29,13 @@ class Watch:
         config: SupervisorConfig,
         *,
         on_silence: Callable[[str, float], None],
+        keys: ClusterKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stages = tuple(stages)
         self._config = config
         self._on_silence = on_silence
+        self._keys = keys
         self._clock = clock
         self._heard_s: dict[str, float] = {}
 
@@ -91,7 +94,8 @@ class Watch:
         socket.setsockopt(zmq.SNDHWM, 2)
         # Greetings for a process that is not there are dropped, not kept for the next one.
         socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.connect(address)
+        secure_client(socket, address, self._keys)
+        socket.connect(near(address))
         while True:
             with contextlib.suppress(zmq.Again):
                 await socket.send_multipart(greeting, flags=zmq.NOBLOCK)

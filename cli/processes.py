@@ -1,0 +1,148 @@
+"""The processes of a deployment: which there are, running them until a signal, and waiting until they are ready."""
+
+import asyncio
+import signal
+import socket
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from cli.arena import arena_name, host_arena
+from cli.load import ConfigError, ServeConfig
+from cli.load_role import EncoderDeployment, RoleDeployment
+from cli.stage import EncoderStage, GatewayStage, Stage, WorkerStage
+from cli.supervisor import StageEvent, StageFailed, Supervisor
+from encoder.cluster import ClusterKeys
+
+console = Console(stderr=True, highlight=False)
+
+
+def build_stages(config: ServeConfig) -> list[Stage]:
+    """The processes of a deployment, the gateway last."""
+    stages: list[Stage] = [*encoder_stages(config, config.gateway.encoders)]
+    engines = [
+        *zip(config.prefill, config.gateway.prefill, strict=True),
+        *zip(config.decode, config.gateway.decode, strict=True),
+    ]
+    stages += [WorkerStage(config=settings, address=address) for settings, address in engines]
+    return [*stages, GatewayStage(config=config.gateway)]
+
+
+def encoder_stages(
+    config: ServeConfig | EncoderDeployment | RoleDeployment, addresses: Sequence[str]
+) -> list[EncoderStage]:
+    """The encoder processes of a deployment; they share the arena that `host_arena` makes."""
+    return [
+        EncoderStage(
+            config=settings,
+            model_dir=config.model_dir,
+            name=f"encoder-{i}",
+            address=addresses[i],
+            arena=arena_name(config.runtime_dir),
+            arena_is_shared=True,
+            cluster=config.cluster if isinstance(config, RoleDeployment) else None,
+        )
+        for i, settings in enumerate(config.encoders)
+    ]
+
+
+def stop_signal() -> asyncio.Event:
+    """Set once this process is told to stop."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+async def serve_processes(
+    config: ServeConfig | EncoderDeployment | RoleDeployment,
+    stages: Sequence[Stage],
+    stop: asyncio.Event,
+    *,
+    announce: Callable[[], Coroutine[Any, Any, None]],
+    keys: ClusterKeys | None = None,
+) -> None:
+    """Keep the stages alive until `stop`, then end them in order. `announce` runs beside them, once.
+
+    Raises StageFailed for a stage that is beyond restarting, and what `announce` raises.
+    """
+    with host_arena(config.encoders, config.runtime_dir):
+        supervisor = Supervisor(
+            stages, runtime_dir=config.runtime_dir, config=config.supervisor, keys=keys, on_event=show_event
+        )
+        await supervisor.start()
+        waits: list[asyncio.Task[Any]] = [
+            asyncio.create_task(stop.wait()),
+            asyncio.create_task(supervisor.failed()),
+            asyncio.create_task(announce()),
+        ]
+        try:
+            stopped, failed, announced = waits
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if announced.done():
+                announced.result()
+                await asyncio.wait([stopped, failed], return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                failed.result()
+            console.print("stopping: finishing what is in flight")
+        finally:
+            for task in waits:
+                task.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+            await supervisor.stop()
+
+
+def show_event(event: StageEvent) -> None:
+    """One line of what happened to a process."""
+    if event.what == "started":
+        console.print(f"  {event.name:<12} pid {event.pid}", style="dim")
+    elif event.what == "silent":
+        console.print(f"  {event.name:<12} pid {event.pid} silent for {event.silent_s:.0f} s: killed", style="yellow")
+    elif event.returncode:
+        console.print(f"  {event.name:<12} pid {event.pid} ended with {event.returncode}", style="yellow")
+
+
+async def until_ready(config: ServeConfig | EncoderDeployment | RoleDeployment) -> None:
+    """Wait until every stage is ready. Raises StageFailed after `start_timeout_s`."""
+    import aiohttp
+
+    started_s = time.monotonic()
+    url = f"http://{reach(config)}/ready"
+    reasons = "no answer yet"
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+        while time.monotonic() - started_s < config.supervisor.start_timeout_s:
+            try:
+                async with session.get(url) as response:
+                    if response.status == 200:
+                        return
+                    reasons = await response.text()
+            except (aiohttp.ClientError, TimeoutError) as error:
+                reasons = str(error) or type(error).__name__
+            await asyncio.sleep(0.1)
+    raise StageFailed(f"not ready after {config.supervisor.start_timeout_s:.0f} s: {reasons}")
+
+
+def reach(config: ServeConfig | EncoderDeployment | RoleDeployment) -> str:
+    """host:port to reach a server that may listen on every interface."""
+    server = config.front if isinstance(config, EncoderDeployment) else config.gateway
+    assert server is not None, "this one speaks no HTTP"
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(server.host, server.host)
+    return f"{host}:{server.port}"
+
+
+def free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def require_free_port(host: str, port: int, *, flag: str = "--port") -> None:
+    """Raises ConfigError, which names the flag that sets the port."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another with {flag}") from error
