@@ -111,11 +111,18 @@ def _read(spec: dict[str, Any]) -> TokenTable:
     }
     spelled.update({token_id: token["content"].encode() for token_id, token in added.items()})
     special = {token_id for token_id, token in added.items() if token.get("special") or token["content"] in ANSWER_TAGS}
-    plain = Tokenizer.from_str(
-        json.dumps({**spec, "added_tokens": [], "post_processor": None, "truncation": None, "padding": None})
-    )
+    plain = _library_tokenizer(spec)
     return TokenTable(
         spelled=tuple(spelled.get(token_id, b"") for token_id in range(max(spelled) + 1)),
         special_ids=frozenset(special),
         encode=lambda text: list(plain.encode(text, add_special_tokens=False).ids),
     )
+
+
+def _library_tokenizer(spec: dict[str, Any]) -> Tokenizer:
+    """Of the text between special tokens."""
+    bare = {**spec, "added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
+    try:
+        return Tokenizer.from_str(json.dumps(bare))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"no tokenizer can be made of it: {error}") from error
