@@ -66,6 +66,10 @@ class GatewayConfig:
     max_parts: int = 2048
     max_media: int = 256
     max_inflight: int = 256
+    # Answers that a request may ask for of one prompt (`n`); as many of a request are written at the same time.
+    max_choices: int = 16
+    # Prompts of one request to /v1/completions.
+    max_prompts: int = 128
     request_timeout_s: float = 300.0
     heartbeat_s: float = 0.5
     # Shorter than `EngineConfig.peer_timeout_s`: the gateway gives a silent worker up before the worker gives it up.
@@ -105,6 +109,8 @@ class GatewayConfig:
             max_parts=self.max_parts,
             max_media=self.max_media,
             max_inflight=self.max_inflight,
+            max_choices=self.max_choices,
+            max_prompts=self.max_prompts,
             request_timeout_s=self.request_timeout_s,
             heartbeat_s=self.heartbeat_s,
             worker_timeout_s=self.worker_timeout_s,

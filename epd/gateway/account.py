@@ -63,30 +63,27 @@ class Account:
         finally:
             self.add(stage, name, start_s, self.clock(), item=item)
 
-    def token(self, num_tokens: int, *, num_reasoning: int) -> bool:
-        """Count tokens of an answer; whether they are the request's first."""
-        is_first = self.first_token_s is None
-        if is_first:
+    def tokens(self, num_tokens: int, *, num_reasoning: int) -> None:
+        """Count tokens that came."""
+        if self.first_token_s is None:
             self.first_token_s = self.clock() - self.started_s
         self.completion_tokens += num_tokens
         self.reasoning_tokens += num_reasoning
-        return is_first
 
     def attempted(self) -> None:
         """An attempt of any choice was made."""
         self._num_attempts += 1
 
-    def encoded(self, timings: StageTimings, start_s: float, stop_s: float, *, cached: bool, item: str) -> None:
-        """A medium was asked for and came. Its preparation begins after the queue and its tower ends with the reply;
-        of a long video they overlap."""
-        self.num_media += 1
-        self.cached_media += cached
-        begun_s = min(start_s + timings.queue_s, stop_s)
-        in_tower_s = max(begun_s, stop_s - timings.tower_s)
+    def encoded(self, timings: StageTimings, start_s: float, stop_s: float, *, item: str) -> None:
+        """A medium was asked for and came. Laid out backwards from the reply, so the queue has the way there as well.
+        Of a long video the preparation and the tower overlap."""
+        in_tower_s = max(start_s, stop_s - timings.tower_s)
+        waiting_s = max(start_s, in_tower_s - timings.batch_wait_s)
+        begun_s = max(min(start_s + timings.queue_s, stop_s), waiting_s - timings.prepare_s)
         self.add("encode", "queue", start_s, begun_s, item=item)
-        self.add("encode", "prepare", begun_s, min(begun_s + timings.prepare_s, stop_s), item=item)
-        self.add("encode", "batch_wait", max(begun_s, in_tower_s - timings.batch_wait_s), in_tower_s, item=item)
         if timings.tower_s > 0:
+            self.add("encode", "prepare", begun_s, min(begun_s + timings.prepare_s, stop_s), item=item)
+            self.add("encode", "batch_wait", max(begun_s, waiting_s), in_tower_s, item=item)
             self.add("encode", "tower", in_tower_s, stop_s, item=item)
 
     def answered(self, finish_reason: str) -> None:

@@ -129,6 +129,8 @@ class ChatChoice(AnswerShape):
     message: AnswerMessage
     logprobs: ChoiceLogprobs | None
     finish_reason: FinishReasonName
+    stop_reason: str | int | None
+    """The client's own stop string or stop token that ended it."""
 
 
 class ChunkChoice(AnswerShape):
@@ -136,6 +138,8 @@ class ChunkChoice(AnswerShape):
     delta: Delta
     logprobs: ChoiceLogprobs | None
     finish_reason: FinishReasonName | None
+    stop_reason: str | int | None = None
+    """In the last chunk of a choice."""
 
 
 class PromptTokensDetails(AnswerShape):
@@ -163,25 +167,80 @@ class UsageAnswer(AnswerShape):
     completion_tokens_details: CompletionTokensDetails
 
 
-class _Head(AnswerShape):
+class RunningUsage(AnswerShape):
+    """Of one choice, so far."""
+
+    prompt_tokens: NonNegative
+    completion_tokens: NonNegative
+    total_tokens: NonNegative
+
+
+class StepAnswer(AnswerShape):
+    """One measured piece of work or wait, in seconds since the request's arrival. `item` is the part of the request or
+    the choice that it was for; empty for the whole request."""
+
+    stage: Literal["gateway", "encode", "prefill", "transfer", "decode"]
+    name: str
+    item: str
+    start_s: Seconds
+    duration_s: Seconds
+
+
+class CacheTokensAnswer(AnswerShape):
+    """By where they came from: the device, the host's memory, the store; and those run again to restore windows."""
+
+    l1: NonNegative
+    l2: NonNegative
+    l3: NonNegative
+    healed: NonNegative
+
+
+class ReceiptAnswer(AnswerShape):
+    """Where the time of a request went, and what it took. `error` is the code of the error that ended it."""
+
+    request_id: str
+    model: str
+    route: str
+    arrival_unix_s: Seconds
+    duration_s: Seconds
+    first_token_s: Seconds | None
+    status: int
+    finish_reason: str
+    error: str | None
+    num_attempts: NonNegative
+    num_choices: NonNegative
+    prompt_tokens: NonNegative
+    completion_tokens: NonNegative
+    reasoning_tokens: NonNegative
+    media_tokens: dict[str, NonNegative]
+    num_media: NonNegative
+    cached_media: NonNegative
+    cache_tokens: CacheTokensAnswer
+    steps: list[StepAnswer]
+
+
+class AnswerHead(AnswerShape):
+    """`service_tier` is there when the request says one. `timings` come when asked for, `warnings` when something of
+    the media was damaged or left out; in a stream both come with the last finish reason."""
+
     id: str
     created: NonNegative
     model: str
+    system_fingerprint: str
+    service_tier: Literal["default"] = Field(default_factory=lambda: "default")
+    warnings: Annotated[list[str], Field(min_length=1)] = Field(default_factory=list)
+    timings: ReceiptAnswer = Field(default_factory=ReceiptAnswer.model_construct)
 
 
-class ChatCompletion(_Head):
-    """`warnings` tells what of the media was damaged or left out."""
-
+class ChatCompletion(AnswerHead):
     object: Literal["chat.completion"]
     choices: Annotated[list[ChatChoice], Field(min_length=1)]
     usage: UsageAnswer
-    warnings: Annotated[list[str], Field(min_length=1)] = Field(default_factory=list)
 
 
-class ChatCompletionChunk(_Head):
-    """`choices` is empty in the chunk that has the usage. `warnings` come with the finish reason."""
+class ChatCompletionChunk(AnswerHead):
+    """`choices` is empty in the chunk that has the whole usage, which is null in the others, or a running one."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChunkChoice]
-    usage: UsageAnswer = Field(default_factory=UsageAnswer.model_construct)
-    warnings: Annotated[list[str], Field(min_length=1)] = Field(default_factory=list)
+    usage: UsageAnswer | RunningUsage | None = None

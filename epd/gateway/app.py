@@ -13,10 +13,12 @@ from epd.gateway.chat import ChatService
 from epd.gateway.completions import ChatCompletions
 from epd.gateway.connection import ApiServer
 from epd.gateway.edge import Edge
+from epd.gateway.exchange import Exchange
 from epd.gateway.media import Encoder, MediaFetcher, MediaStage
 from epd.gateway.metrics import GatewayMetrics
 from epd.gateway.openapi import Document
 from epd.gateway.operations import ApiPart, Operation, add_routes
+from epd.gateway.owner import owner_of
 from epd.gateway.page_files import PageFiles
 from epd.gateway.pipeline import Pipeline
 from epd.gateway.recent import RecentRequests
@@ -73,8 +75,16 @@ def create_app(
     )
     recent = RecentRequests()
     bodies = BodyReader(max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
+    exchange = Exchange(
+        config=config,
+        admission=admission,
+        bodies=bodies,
+        clock=clock,
+        unix_clock=unix_clock,
+        on_end=lambda request, receipt: recent.add(receipt, owner=owner_of(request)),
+    )
     parts: list[ApiPart] = [
-        ChatCompletions(config, chat=chat, admission=admission, bodies=bodies),
+        ChatCompletions(exchange, chat=chat),
         Status(config, chat=chat, fleet=fleet, encoder=encoder, metrics=metrics, admission=admission),
         Pipeline(
             config,

@@ -2,32 +2,37 @@
 
     body -> messages and sources -> prompt -> media encoded -> spans -> submit -> tokens -> text -> parts of the answer
 
-Nothing here knows HTTP; `epd.gateway.app` turns parts into JSON and errors into statuses.
+Several choices share all that comes before the submit. Nothing here knows HTTP; `epd.gateway.completions` turns parts
+into JSON, `epd.gateway.edge` errors into statuses.
 """
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from xxhash import xxh3_64_hexdigest
+
 from epd.config import GatewayConfig
 from epd.errors import ContextTooLong
+from epd.gateway.account import Account
 from epd.gateway.answer import AnswerParser, Piece, joined
+from epd.gateway.choice import ChoiceRun, Choices, answer_of
 from epd.gateway.conversation import Conversation, read_conversation
-from epd.gateway.detokenize import Detokenizer, StopStrings
-from epd.gateway.generation import End, Generation, Tokens
+from epd.gateway.detokenize import AnswerText
+from epd.gateway.generation import Tokens
 from epd.gateway.media import MediaSet, MediaStage
 from epd.gateway.metrics import GatewayMetrics
-from epd.gateway.render import AssembledPrompt, Prompt, Renderer, context_words, fit_answer
-from epd.gateway.reply import AnswerEnd, AnswerPart, finish_reason
+from epd.gateway.render import AssembledPrompt, Prompt, Renderer, context_words
+from epd.gateway.reply import AnswerEvent, AnswerPart, finish_reason
+from epd.gateway.sampling import sampling_of_choices
 from epd.gateway.schema import ChatBody
 from epd.gateway.session import session_of
 from epd.gateway.toolcalls import ToolCall
 from epd.router.workers import Fleet
-from epd.types import FinishReason, GenerateRequest, SamplingParams, TokenLogprob, Usage
+from epd.types import FinishReason, GenerateRequest, TokenLogprob
 
 logger = logging.getLogger(__name__)
 
@@ -44,70 +49,79 @@ class ChatService:
     clock: Callable[[], float]
     unix_clock: Callable[[], float]
 
-    async def answer(self, body: ChatBody, request_id: str) -> AsyncGenerator[AnswerPart | AnswerEnd, None]:
-        """The answer's parts, then its end. `request_id` is unique.
+    async def answer(self, body: ChatBody, account: Account) -> AsyncGenerator[AnswerEvent, None]:
+        """The parts of the answer as they come, then its end. `account.request_id` is unique.
         Closing the iterator early cancels the request everywhere. Raises ServeError."""
-        started_s, arrival_unix_s = self.clock(), self.unix_clock()
-        deadline_unix_s = arrival_unix_s + self.config.request_timeout_s
+        deadline_unix_s = account.arrival_unix_s + self.config.request_timeout_s
         # On a thread: a long text takes the tokenizer a while, a hostile template all of its budget.
-        conversation, prompt, session = await asyncio.to_thread(self._render, body)
+        with account.measured("gateway", "render"):
+            conversation, prompt, session = await asyncio.to_thread(self._render, body)
         self._check_length(prompt)
-        async with self.media.open(conversation.media, deadline_unix_s=deadline_unix_s) as media:
-            self._count_media(conversation, started_s)
+        async with self.media.open(conversation.media, deadline_unix_s=deadline_unix_s, account=account) as media:
+            self._count_media(conversation, account.started_s)
             warnings = media.warnings
             for warning in warnings:
-                logger.info("request %s: %s", request_id, warning)
-            assembled = self.renderer.assemble(prompt, media.layouts)
-            request = GenerateRequest(
-                request_id=request_id,
-                token_ids=assembled.token_ids,
-                spans=assembled.spans,
-                embeddings=media.refs,
-                sampling=self._sampling(body, len(assembled.token_ids)),
-                arrival_unix_s=arrival_unix_s,
-                deadline_unix_s=deadline_unix_s,
-                session=session,
-            )
-            reader = AnswerReader(
-                renderer=self.renderer,
-                body=body,
-                conversation=conversation,
-                prompt=prompt,
-                assembled=assembled,
+                logger.info("request %s: %s", account.request_id, warning)
+            with account.measured("gateway", "assemble"):
+                assembled = self.renderer.assemble(prompt, media.layouts)
+            account.prompt_tokens = len(assembled.token_ids)
+            account.num_media, account.cached_media = len(conversation.media), media.num_cached
+            account.media_tokens = {kind.value: num for kind, num in assembled.num_media_tokens.items() if num}
+            runs = self._runs(body, account, conversation, prompt, assembled, media, session=session)
+            answer = answer_of(
+                runs,
+                limit=self.config.max_choices,
+                account=account,
+                metrics=self.metrics,
+                num_media_tokens=assembled.num_media_tokens,
                 warnings=warnings,
             )
-            async with aclosing(self._read(self._generation(request, media), reader, started_s)) as parts:
-                async for part in parts:
-                    yield part
+            async with aclosing(answer) as events:
+                async for event in events:
+                    yield event
 
-    async def _read(
-        self, generation: Generation, reader: "AnswerReader", started_s: float
-    ) -> AsyncGenerator[AnswerPart | AnswerEnd, None]:
-        """Tokens to parts, up to the Finish or the first stop string."""
-        async with aclosing(generation.run()) as events:
-            async for event in events:
-                if reader.num_tokens == 0:
-                    self.metrics.ttft.observe(self.clock() - started_s)
-                part = reader.read(event) if isinstance(event, Tokens) else reader.rest()
-                if part is not None:
-                    yield part
-                if isinstance(event, End) or reader.stopped:
-                    end = reader.end(event if isinstance(event, End) else None)
-                    self.metrics.finished(end, generation.num_attempts)
-                    self.metrics.duration.observe(self.clock() - started_s)
-                    yield end
-                    return
-
-    def _generation(self, request: GenerateRequest, media: MediaSet) -> Generation:
-        return Generation(
-            base=request,
-            fleet=self.fleet,
-            refresh_embeddings=media.refresh,
-            release_embeddings=media.release,
-            clock=self.clock,
-            max_attempts=self.config.max_attempts,
-            restart_wait_s=self.config.restart_wait_s,
+    def _runs(
+        self,
+        body: ChatBody,
+        account: Account,
+        conversation: Conversation,
+        prompt: Prompt,
+        assembled: AssembledPrompt,
+        media: MediaSet,
+        *,
+        session: str,
+    ) -> list[ChoiceRun]:
+        """The choices, each ready to go."""
+        sampling = sampling_of_choices(
+            body,
+            self.renderer,
+            num_prompt_tokens=len(assembled.token_ids),
+            token_limit=body.token_limit,
+            default_tokens=self.config.default_max_tokens,
+            num_top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            max_context_tokens=self.max_context_tokens,
         )
+        base = GenerateRequest(
+            request_id=account.request_id,
+            token_ids=assembled.token_ids,
+            spans=assembled.spans,
+            embeddings=media.refs,
+            sampling=sampling(0),
+            arrival_unix_s=account.arrival_unix_s,
+            deadline_unix_s=account.arrival_unix_s + self.config.request_timeout_s,
+            session=session,
+        )
+        readers = [
+            AnswerReader(renderer=self.renderer, body=body, conversation=conversation, prompt=prompt)
+            for _ in range(body.num_choices)
+        ]
+        return self.choices.of_prompt(base, sampling, readers, account, refresh=media.refresh, release=media.release)
+
+    def system_fingerprint(self) -> str:
+        """Of what answers depend on: the model, and the weights and settings of the workers."""
+        workers = sorted({worker.info.kv_fingerprint for worker in self.fleet.workers if worker.info is not None})
+        told = "\0".join([self.config.model_name, *workers])
+        return f"fp_{xxh3_64_hexdigest(told.encode())[:12]}"
 
     def _render(self, body: ChatBody) -> tuple[Conversation, Prompt, str]:
         conversation = read_conversation(body, self.renderer.vocabulary.guard)
@@ -123,6 +137,10 @@ class ChatService:
             )
 
     @property
+    def choices(self) -> Choices:
+        return Choices(config=self.config, fleet=self.fleet, metrics=self.metrics, clock=self.clock)
+
+    @property
     def max_context_tokens(self) -> int:
         """The model's, or less when a worker has room for less."""
         reported = self.fleet.max_context_tokens()
@@ -135,91 +153,59 @@ class ChatService:
         if conversation.media:
             self.metrics.media_seconds.observe(self.clock() - started_s)
 
-    def _sampling(self, body: ChatBody, num_prompt_tokens: int) -> SamplingParams:
-        defaults = self.renderer.defaults
-        return SamplingParams(
-            max_tokens=fit_answer(
-                num_prompt_tokens,
-                asked=body.token_limit,
-                default=self.config.default_max_tokens,
-                max_context_tokens=self.max_context_tokens,
-                model_context_tokens=self.renderer.max_context_tokens,
-            ),
-            temperature=defaults.temperature if body.temperature is None else body.temperature,
-            top_p=defaults.top_p if body.top_p is None else body.top_p,
-            top_k=defaults.top_k if body.top_k is None else body.top_k,
-            # Without a seed every request draws its own.
-            seed=secrets.randbits(63) if body.seed is None else body.seed,
-            stop_token_ids=() if body.ignore_eos else self.renderer.eos_token_ids,
-            ignore_eos=bool(body.ignore_eos),
-            top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        )
-
 
 class AnswerReader:
-    """Tokens of one answer to its parts, in order; knows when a stop string ended it."""
+    """Tokens of one choice to its parts, in order; see `ChoiceReader`."""
 
-    def __init__(
-        self,
-        *,
-        renderer: Renderer,
-        body: ChatBody,
-        conversation: Conversation,
-        prompt: Prompt,
-        assembled: AssembledPrompt,
-        warnings: tuple[str, ...],
-    ) -> None:
-        """`warnings`: of the request's media, for the client."""
-        self._detokenizer = Detokenizer(renderer.vocabulary.token_bytes)
-        self._stops = StopStrings(body.stop_strings)
+    def __init__(self, *, renderer: Renderer, body: ChatBody, conversation: Conversation, prompt: Prompt) -> None:
+        self._text = AnswerText(
+            renderer.vocabulary.token_bytes,
+            stops=body.stop_strings,
+            min_tokens=body.min_tokens or 0,
+            shows_stop=body.shows_stop,
+            shows_hidden=body.skip_special_tokens is False,
+        )
+        self._stop_token_ids = frozenset(body.stop_token_ids or ())
         tools: Mapping[str, Mapping[str, Any]] | None = conversation.tool_schemas
         self._parser = AnswerParser(tools=tools, in_reasoning=prompt.opens_reasoning)
-        self._assembled = assembled
-        self._warnings = warnings
         self._single_call = body.parallel_tool_calls is False
-        self._num_reasoning_tokens = 0
         self._has_tool_calls = False
+        self._stop_token_id: int | None = None
+        self.num_reasoning_tokens = 0
         self.num_tokens = 0
 
     @property
     def stopped(self) -> bool:
         """The answer ends here whatever the worker still writes: at a stop string (they are looked for in all that the
         model writes, reasoning and calls included), or at the first call where the client wants one at most."""
-        return self._stops.matched is not None or (self._single_call and self._has_tool_calls)
+        return self._text.matched is not None or (self._single_call and self._has_tool_calls)
 
     def read(self, tokens: Tokens) -> AnswerPart | None:
-        """None when the tokens completed nothing that can be shown."""
         shown: list[Piece] = []
         num_read = 0
         for token_id in tokens.token_ids:
             num_read += 1
             was_reasoning = self._parser.in_reasoning
-            shown += self._seen(self._parser.push(self._stops.push(self._detokenizer.push((token_id,)))))
+            shown += self._seen(self._parser.push(self._text.push(token_id)))
             # The tags are not counted: an empty pair is no reasoning.
-            self._num_reasoning_tokens += was_reasoning and self._parser.in_reasoning
+            self.num_reasoning_tokens += was_reasoning and self._parser.in_reasoning
             if self.stopped:
                 shown += self._seen(self._parser.close())
                 break
         self.num_tokens += num_read
         return self._part(shown, tokens.logprobs[:num_read])
 
-    def rest(self) -> AnswerPart | None:
-        """What was held back, at the end of the answer."""
-        tail = self._stops.push(self._detokenizer.close()) + self._stops.close()
+    def rest(self, stop_token_id: int | None) -> AnswerPart | None:
+        tail = ""
+        if stop_token_id is not None and stop_token_id in self._stop_token_ids:
+            self._stop_token_id = stop_token_id
+            tail = self._text.stopped_by(stop_token_id)
+        tail += self._text.close()
         return self._part(self._seen([*self._parser.push(tail), *self._parser.close()]), ())
 
-    def end(self, end: End | None) -> AnswerEnd:
-        """None: a stop string ended the answer before the worker did, so nothing is known of its cache."""
-        if end is None:
-            usage = Usage(prompt_tokens=len(self._assembled.token_ids), completion_tokens=self.num_tokens)
-            end = End(FinishReason.STOP, usage)
-        return AnswerEnd(
-            finish_reason(end.reason, has_tool_calls=self._has_tool_calls),
-            end.usage,
-            self._num_reasoning_tokens,
-            self._assembled.num_media_tokens,
-            self._warnings,
-        )
+    def end(self, reason: FinishReason) -> tuple[str, str | int | None]:
+        stop_reason = self._stop_token_id if self._text.matched is None else self._text.matched
+        return finish_reason(reason, has_tool_calls=self._has_tool_calls), stop_reason
 
     def _seen(self, pieces: list[Piece]) -> list[Piece]:
         """The pieces that belong to the answer: none after the first call where the client wants one at most."""

@@ -1,37 +1,24 @@
-"""`POST /v1/chat/completions` as HTTP: body in, one JSON answer or a stream of events out. What happens in between is
-told in `chat.py`."""
-
-import asyncio
-import json
-import uuid
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+"""`POST /v1/chat/completions`. What is common to all generated text is told in `exchange.py`, what happens between body
+and answer in `chat.py`."""
 
 from aiohttp import web
 
-from epd.config import GatewayConfig
-from epd.gateway.admission import Admission
+from epd.gateway.account import Account
 from epd.gateway.answer_shapes import ChatCompletion, ChatCompletionChunk
-from epd.gateway.body import SMALL_BODY_BYTES, BodyReader
 from epd.gateway.chat import ChatService
 from epd.gateway.examples import CHAT
+from epd.gateway.exchange import Exchange, Started, style_of
 from epd.gateway.operations import Answer, Operation
-from epd.gateway.reply import AnswerEnd, AnswerPart, ReplyWriter
+from epd.gateway.reply import ChatWriter
 from epd.gateway.schema import ChatBody
-from epd.gateway.sse import STREAM, EventStream
-from epd.gateway.validation import read_body, unknown_model
-
-_Parts = AsyncGenerator[AnswerPart | AnswerEnd, None]
 
 
 class ChatCompletions:
     """Everything shared is handed in."""
 
-    def __init__(self, config: GatewayConfig, *, chat: ChatService, admission: Admission, bodies: BodyReader) -> None:
-        self._config = config
+    def __init__(self, exchange: Exchange, *, chat: ChatService) -> None:
+        self._exchange = exchange
         self._chat = chat
-        self._admission = admission
-        self._bodies = bodies
 
     def operations(self) -> tuple[Operation, ...]:
         return (
@@ -55,66 +42,19 @@ class ChatCompletions:
         )
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        async with self._admission.session():
-            # Known to be in vain before the body is read, and looked at again once it is there.
-            self._admission.check()
-            raw = await self._bodies.read(request)
-            with self._admission.place():
-                return await self._complete(request, raw)
+        return await self._exchange.serve(request, ChatBody, self._start, id_prefix="chatcmpl-")
 
-    async def _complete(self, request: web.Request, raw: bytearray) -> web.StreamResponse:
-        if len(raw) <= SMALL_BODY_BYTES:
-            body = read_body(raw, ChatBody, self._config)
-        else:
-            body = await asyncio.to_thread(read_body, raw, ChatBody, self._config)
-        if body.model != self._config.model_name:
-            raise unknown_model(body.model, self._config)
-        writer = ReplyWriter(
-            completion_id=f"chatcmpl-{uuid.uuid4().hex}",
-            model=self._config.model_name,
-            created_unix_s=int(self._chat.unix_clock()),
-            vocabulary=self._chat.renderer.vocabulary,
+    def _start(self, body: ChatBody, account: Account) -> Started:
+        style = style_of(
+            body,
+            num_choices=body.num_choices,
             with_logprobs=bool(body.logprobs),
+            system_fingerprint=self._chat.system_fingerprint(),
         )
-        parts = self._chat.answer(body, writer.completion_id)
-        if body.stream:
-            include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-            return await self._stream(request, parts, writer, include_usage=include_usage)
-        async with self._admission.deadline():
-            return await self._whole(parts, writer)
-
-    async def _whole(self, answer: _Parts, writer: ReplyWriter) -> web.Response:
-        async with aclosing(answer) as parts:
-            async for part in parts:
-                if isinstance(part, AnswerEnd):
-                    return web.json_response(writer.message(part), dumps=_dumps)
-                writer.add(part)
-        raise RuntimeError("an answer ended without its end")
-
-    async def _stream(
-        self, request: web.Request, answer: _Parts, writer: ReplyWriter, *, include_usage: bool
-    ) -> web.StreamResponse:
-        """A fault before the first event is an ordinary error; after it, the last event (see `epd.gateway.edge`)."""
-        stream = request[STREAM] = EventStream(request)
-        async with self._admission.deadline():
-            await self._send_events(stream, answer, writer, include_usage=include_usage)
-        return await stream.finish()
-
-    async def _send_events(
-        self, stream: EventStream, answer: _Parts, writer: ReplyWriter, *, include_usage: bool
-    ) -> None:
-        async with aclosing(answer) as parts:
-            async for part in parts:
-                if stream.response is None:
-                    await stream.send(writer.first_chunk())
-                if isinstance(part, AnswerEnd):
-                    await stream.send(writer.last_chunk(part))
-                    if include_usage:
-                        await stream.send(writer.usage_chunk(part))
-                    return
-                for chunk in writer.chunks(part):
-                    await stream.send(chunk)
-
-
-def _dumps(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        writer = ChatWriter(
+            account=account,
+            created_unix_s=int(account.arrival_unix_s),
+            vocabulary=self._chat.renderer.vocabulary,
+            style=style,
+        )
+        return Started(self._chat.answer(body, account), writer)

@@ -16,6 +16,7 @@ import msgspec
 
 from encoder.types import EmbeddingRef
 from epd.errors import StageUnavailable
+from epd.gateway.account import Account, AttemptTimes
 from epd.gateway.problems import Problem, Refused
 from epd.router.attempts import Attempt, Lost
 from epd.router.workers import Fleet
@@ -37,10 +38,11 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The answer is whole. Usage covers all attempts."""
+    """The answer is whole. Usage covers all attempts. `stop_token_id` is the token that stopped it, if one did."""
 
     reason: FinishReason
     usage: Usage
+    stop_token_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +89,12 @@ class Generation:
         clock: Callable[[], float],
         max_attempts: int,
         restart_wait_s: float,
+        account: Account | None = None,
+        item: str = "",
     ) -> None:
         """`refresh_embeddings` is asked before every attempt but the first: the refs may have died with a worker, and
-        `release_embeddings` is called when an attempt's first token arrives: every row has been read by then."""
+        `release_embeddings` is called when an attempt's first token arrives: every row has been read by then. The steps
+        of the attempts are entered in `account`, as those of `item`."""
         self._base = base
         self._fleet = fleet
         self._refresh_embeddings = refresh_embeddings
@@ -97,6 +102,9 @@ class Generation:
         self._clock = clock
         self._max_attempts = max_attempts
         self._restart_wait_s = restart_wait_s
+        self._account = account
+        self._item = item
+        self._found: Usage | None = None
         self._emitted: list[int] = []
         self._avoid: set[str] = set()
         self.num_attempts = 0
@@ -108,15 +116,19 @@ class Generation:
         failure = "no attempt was made"
         for number in range(1, self._max_attempts + 1):
             self.num_attempts = number
+            if self._account is not None:
+                self._account.attempted()
             if number > 1:
                 logger.info("request %s: attempt %d, because %s", self._base.request_id, number, failure)
                 embeddings = await self._refresh_embeddings()
             request = self._request(number, embeddings)
-            attempt = await self._fleet.submit(
-                request, give_up_s=self._clock() + self._restart_wait_s, avoid=self._avoid
-            )
+            times = AttemptTimes(dispatched_s=self._clock())
+            attempt: Attempt | None = None
             try:
-                async with aclosing(self._follow(attempt, request.num_emitted)) as events:
+                attempt = await self._fleet.submit(
+                    request, give_up_s=self._clock() + self._restart_wait_s, avoid=self._avoid
+                )
+                async with aclosing(self._follow(attempt, request.num_emitted, times)) as events:
                     async for event in events:
                         match event:
                             case Tokens():
@@ -131,14 +143,19 @@ class Generation:
                                 failure = event.reason
                                 self._avoid |= {event.worker} if event.worker is not None else set()
             finally:
-                self._fleet.close(attempt)
+                if attempt is not None:
+                    self._fleet.close(attempt)
+                if self._account is not None:
+                    times.enter(self._account, self._clock(), item=self._item)
             if len(self._emitted) >= self._base.sampling.max_tokens:
                 # Everything had arrived; only the Finish was lost.
-                yield End(
-                    FinishReason.LENGTH, self._usage(len(self._emitted), Usage(prompt_tokens=0, completion_tokens=0))
-                )
+                yield End(FinishReason.LENGTH, self.usage_so_far(len(self._emitted)))
                 return
         raise StageUnavailable(f"gave up after {self._max_attempts} attempts; the last failed: {failure}")
+
+    def usage_so_far(self, num_tokens: int) -> Usage:
+        """Of an answer that is ended here after `num_tokens`, before its worker has ended it."""
+        return self._usage(num_tokens, self._found or Usage(prompt_tokens=0, completion_tokens=0))
 
     def _request(self, number: int, embeddings: tuple[EmbeddingRef, ...]) -> GenerateRequest:
         return msgspec.structs.replace(
@@ -149,7 +166,9 @@ class Generation:
             num_emitted=len(self._emitted),
         )
 
-    async def _follow(self, attempt: Attempt, num_emitted: int) -> AsyncGenerator[Tokens | Finish | _Failed, None]:
+    async def _follow(
+        self, attempt: Attempt, num_emitted: int, times: AttemptTimes
+    ) -> AsyncGenerator[Tokens | Finish | _Failed, None]:
         """The events of one attempt: tokens in order, then a Finish of an answer or a failure that may be retried."""
         order = InOrder(num_emitted)
         finish: Finish | None = None
@@ -160,6 +179,7 @@ class Generation:
                     yield _Failed(f"tokens from {order.next_index} on never arrived", None)
                     return
                 case TokenDelta():
+                    self._hear(event, times)
                     for tokens in order.push(event):
                         yield tokens
                 case Lost(worker=worker, reason=reason):
@@ -172,11 +192,24 @@ class Generation:
                 case Finish(reason=FinishReason.FAILED | FinishReason.CANCELLED):
                     raise Refused(_problem(event))
                 case Finish():
+                    times.timings |= event.timings
                     finish = event
         yield finish
 
+    def _hear(self, delta: TokenDelta, times: AttemptTimes) -> None:
+        """What workers say of themselves with their first delta of the attempt."""
+        if times.first_token_s is None:
+            times.first_token_s = self._clock()
+        if delta.usage is None:
+            return
+        if "decode_queue_s" in delta.timings:
+            times.decode_began_s = self._clock()
+        times.timings |= delta.timings
+        self._found = delta.usage
+
     def _end(self, finish: Finish, num_emitted: int) -> End:
-        return End(finish.reason, self._usage(num_emitted + finish.usage.completion_tokens, finish.usage))
+        usage = self._usage(num_emitted + finish.usage.completion_tokens, finish.usage)
+        return End(finish.reason, usage, finish.stop_token_id)
 
     def _usage(self, completion_tokens: int, found: Usage) -> Usage:
         """Tokens as the client counts them: what an earlier attempt wrote is no part of the prompt. What is beyond the

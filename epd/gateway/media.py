@@ -14,10 +14,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-from encoder.errors import ArenaFull, EmbeddingTooLarge, EncoderError, EncoderUnavailable
+from encoder.errors import ArenaFull, EmbeddingTooLarge, EmbeddingUnknown, EncoderError, EncoderUnavailable
 from encoder.types import EmbeddingRef, EncodeReply, EncoderInfo
-from epd.errors import InvalidRequest
-from epd.gateway.conversation import MediaPart
+from epd.errors import InvalidRequest, ServeError
+from epd.gateway.account import Account
+from epd.gateway.library import unknown_media
+from epd.gateway.media_parts import MediaPart
 from epd.gateway.problems import Problem, Refused, problem_of
 from preprocess.config import ProcessorConfig
 from preprocess.errors import MediaError, MediaInvalid
@@ -35,9 +37,12 @@ class Encoder(Protocol):
     """The encoder stage as the gateway uses it: `encoder.client.EncoderClient`, over ZMQ or in one process."""
 
     async def encode(
-        self, content: bytes, modality: Modality, options: MediaOptions, key: MediaKey, deadline_unix_s: float
+        self, content: bytes | None, modality: Modality, options: MediaOptions, key: MediaKey, deadline_unix_s: float
     ) -> EncodeReply:
-        """Raises MediaError for a fault of the content, EncoderError for one of the stage; waits for a replica."""
+        """Raises MediaError for a fault of the content, EncoderError for one of the stage; waits for a replica.
+
+        Without content the key alone is known: raises EmbeddingUnknown when no replica has it.
+        """
         ...
 
     def release(self, ref: EmbeddingRef) -> None:
@@ -61,18 +66,22 @@ class MediaFetcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """One part, fetched. The content is kept: after a loss it is encoded again."""
+    """One part, fetched. The content is kept: after a loss it is encoded again.
+
+    None for a medium of which only the key is known here: it is used as long as an encoder has its embedding.
+    """
 
     part: MediaPart
-    content: bytes
+    content: bytes | None
     key: MediaKey
 
 
 class MediaSet:
     """The encoded media of one request, in the order of its parts."""
 
-    def __init__(self, stage: "MediaStage", deadline_unix_s: float) -> None:
+    def __init__(self, stage: "MediaStage", deadline_unix_s: float, account: Account | None) -> None:
         self._stage = stage
+        self._account = account
         self._deadline_unix_s = deadline_unix_s
         self._media: list[Medium] = []
         self._replies: list[EncodeReply] = []
@@ -99,15 +108,32 @@ class MediaSet:
             for warning in reply.warnings
         )
 
+    @property
+    def told(self) -> list[dict[str, Any]]:
+        """What the media are called, and what they took, as the client is told."""
+        return [
+            {
+                "param": medium.part.param,
+                "key": reply.key,
+                "uuid": medium.part.uuid,
+                "modality": reply.layout.modality.value,
+                "tokens": reply.layout.num_rows,
+                "cached": reply.cached,
+            }
+            for medium, reply in zip(self._media, self._replies, strict=True)
+        ]
+
     async def prepare(self, parts: Sequence[MediaPart]) -> None:
         """Raises Refused naming the part."""
-        self._media = await _all(self._stage.fetch(part, asker=self) for part in parts)
+        self._media = await _all(self._fetch(part) for part in parts)
         await self._encode()
 
-    async def refresh(self) -> tuple[EmbeddingRef, ...]:
-        """Fresh refs for the same media, after a loss. What the encoder still has comes from its cache."""
+    async def refresh(self, keep: bool = False) -> tuple[EmbeddingRef, ...]:
+        """Fresh refs for the same media, after a loss. What the encoder still has comes from its cache.
+        `keep`: somebody may still read by the present ones."""
         if self._media:
-            self.release()
+            if not keep:
+                self.release()
             await self._encode()
         return self.refs
 
@@ -120,16 +146,29 @@ class MediaSet:
         self.release()
         self._media.clear()
 
+    async def _fetch(self, part: MediaPart) -> Medium:
+        started_s = self._stage.clock()
+        try:
+            return await self._stage.fetch(part, asker=self)
+        finally:
+            if self._account is not None:
+                self._account.add("gateway", "fetch", started_s, self._stage.clock(), item=part.param)
+
     async def _encode(self) -> None:
         self._replies = await _all(self._encode_one(medium) for medium in self._media)
 
     async def _encode_one(self, medium: Medium) -> EncodeReply:
+        started_s = self._stage.clock()
         try:
             reply = await self._stage.encode(medium, self._deadline_unix_s)
         except ArenaFull as error:
             raise Refused(self._problem_of_room(error, medium)) from error
         # Noted as soon as it exists: a neighbour's failure must not leave it behind.
         self._leased.append(reply.ref)
+        _check_modality(medium.part, reply.layout.modality)
+        if self._account is not None:
+            stopped_s, item = self._stage.clock(), medium.part.param
+            self._account.encoded(reply.timings, started_s, stopped_s, item=item)
         return reply
 
     def _problem_of_room(self, error: ArenaFull, medium: Medium) -> Problem:
@@ -163,13 +202,16 @@ class MediaStage:
         self._fetcher = fetcher
         self._encoder = encoder
         self._processor = processor
-        self._clock = clock
+        self.clock = clock
         self._patience_s = patience_s
 
     @asynccontextmanager
-    async def open(self, parts: Sequence[MediaPart], *, deadline_unix_s: float) -> AsyncGenerator[MediaSet, None]:
-        """Fetch and encode the parts; what is leased at the end of the block is released, whatever ends it."""
-        media = MediaSet(self, deadline_unix_s)
+    async def open(
+        self, parts: Sequence[MediaPart], *, deadline_unix_s: float, account: Account | None = None
+    ) -> AsyncGenerator[MediaSet, None]:
+        """Fetch and encode the parts; what is leased at the end of the block is released, whatever ends it. The steps
+        are entered in `account`."""
+        media = MediaSet(self, deadline_unix_s, account)
         try:
             if parts:
                 await media.prepare(parts)
@@ -188,14 +230,42 @@ class MediaStage:
         try:
             # The options are checked before the first byte is fetched.
             _check_options(part.source, processor)
-            content = await self._fetcher.fetch(part.source, asker=asker)
+            part, content = await self._find(part, asker)
+            if content is None:
+                assert part.key is not None, "a part without content has a name"
+                return Medium(part, None, part.key)
             info = await self._encoder.info(self._patience_s())
             processor = replace(processor, video_backend=info.video_backend)
             key = await _key(content, part.source, processor, info.fingerprint)
         except (MediaError, EncoderError) as error:
             option = error.field if isinstance(error, MediaInvalid) else None
             raise Refused(problem_of(error, param=part.param_of(option))) from error
+        if part.key not in (None, key):
+            raise _other_key(part, key)
+        if part.is_told and part.library is not None:
+            part.library.remember(content, part.source.modality, part.source.options, uuid=part.uuid, key=key)
         return Medium(part, content, key)
+
+    async def _find(self, part: MediaPart, asker: Hashable) -> tuple[MediaPart, bytes | None]:
+        """The content, and the part with the options that belong to it; None where only an encoder may have it.
+
+        Raises MediaError, and ServeError naming the part.
+        """
+        if part.content is not None:
+            return part, part.content
+        if part.file_id is not None and part.library is not None:
+            return part, await part.library.file(part.file_id, f"{part.param}.file_id")
+        if part.has_source:
+            return part, await self._fetcher.fetch(part.source, asker=asker)
+        found = None if part.library is None else part.library.named(uuid=part.uuid, key=part.key)
+        if found is None:
+            if part.key is None:
+                raise unknown_media(uuid=part.uuid, key=None, path=part.path)
+            return part, None
+        if part.key is not None:
+            _check_modality(part, found.modality)
+            part = replace(part, source=MediaSource(found.modality, "", found.options))
+        return part, found.content
 
     async def encode(self, medium: Medium, deadline_unix_s: float) -> EncodeReply:
         """Raises Refused naming the part, also when no encoder has been up for `patience_s`; ArenaFull."""
@@ -205,6 +275,8 @@ class MediaStage:
             return await self._while_there_is_hope(asyncio.ensure_future(asked))
         except ArenaFull:
             raise
+        except EmbeddingUnknown as error:
+            raise unknown_media(uuid=None, key=medium.key, path=medium.part.path) from error
         except (MediaError, EncoderError) as error:
             raise Refused(problem_of(error, param=medium.part.param)) from error
 
@@ -221,13 +293,13 @@ class MediaStage:
 
     async def _while_there_is_hope(self, reply: asyncio.Future[EncodeReply]) -> EncodeReply:
         """The client waits for a replica until the request's deadline; here that ends after `patience_s`."""
-        seen_s = self._clock()
+        seen_s = self.clock()
         try:
             while not reply.done():
                 await asyncio.wait({reply}, timeout=_WATCH_S)
                 if any(self._encoder.infos().values()):
-                    seen_s = self._clock()
-                elif self._clock() - seen_s > self._patience_s():
+                    seen_s = self.clock()
+                elif self.clock() - seen_s > self._patience_s():
                     raise EncoderUnavailable("no encoder is up", retry_after_s=5.0)
         except BaseException:
             reply.cancel()
@@ -263,6 +335,24 @@ async def _key(content: bytes, source: MediaSource, processor: ProcessorConfig, 
         )
 
     return compute() if len(content) <= _INLINE_HASH_BYTES else await asyncio.to_thread(compute)
+
+
+def _check_modality(part: MediaPart, found: Modality) -> None:
+    """Raises InvalidRequest for a key of something else than the part says; its content would have been refused."""
+    if found is not part.source.modality:
+        what = f"{part.path}.key stands for a medium of kind {found.value}"
+        raise InvalidRequest(f"{what}, the part is of kind {part.source.modality.value}", param=f"{part.path}.key")
+
+
+def _other_key(part: MediaPart, key: MediaKey) -> ServeError:
+    """A key that is given is meant: what has another one is not what the client has in mind."""
+    if not part.has_source and part.uuid is None:
+        # It was the key before the model or its settings changed.
+        return unknown_media(uuid=None, key=part.key, path=part.path)
+    whose = "the content" if part.has_source else "what the uuid stands for"
+    return InvalidRequest(
+        f"{part.path}.key is {part.key}; the key of {whose}, with these options, is {key}", param=f"{part.path}.key"
+    )
 
 
 def _check_options(source: MediaSource, processor: ProcessorConfig) -> None:

@@ -21,7 +21,7 @@ class Step:
 
     | stage | names |
     |---|---|
-    | gateway | read, render, fetch, assemble, prefix_wait, dispatch |
+    | gateway | read, parse, render, fetch, assemble, prefix_wait, dispatch |
     | encode | queue, prepare, batch_wait, tower |
     | prefill | queue, compute, unfinished |
     | transfer | inputs, kv |

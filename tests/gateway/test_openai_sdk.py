@@ -114,7 +114,7 @@ async def test_errors_are_the_sdk_s_own_classes() -> None:
             await client.chat.completions.create(model=MODEL, messages=bad)  # type: ignore[call-overload]
         assert unreachable.value.param == "messages[0].content[0].image_url"
         with pytest.raises(openai.BadRequestError):
-            await client.chat.completions.create(model=MODEL, messages=MESSAGES, n=3)
+            await client.chat.completions.create(model=MODEL, messages=MESSAGES, store=True)
 
 
 async def test_an_error_in_a_stream_is_raised() -> None:

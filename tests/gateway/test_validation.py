@@ -66,7 +66,7 @@ def test_what_changes_nothing_is_accepted(fields: dict[str, Any]) -> None:
         ("tool_choice", {"type": "function", "function": {"name": "f"}}, '"auto" or "none"'),
         ("tools", [{"type": "function", "function": {"name": "f", "strict": True}}], "false"),
         ("chat_template_kwargs", {"thinking_budget": 5}, "enable_thinking, keep_all_reasoning"),
-        ("n", 2, "1"),
+        ("n", 0, "at least 1"),
     ],
 )
 def test_what_would_change_something_is_refused_by_name(name: str, value: Any, allowed: str) -> None:
