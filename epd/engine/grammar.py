@@ -108,7 +108,7 @@ class AnswerState:
 
     def __init__(self, grammars: Grammars, sampling: SamplingParams, question: Sequence[int]) -> None:
         self._grammars = grammars
-        self._sampling = sampling
+        self.sampling = sampling
         self._tokens: list[int] = []
         self._counts: Counter[int] = Counter()
         # Of the question, each token once.
@@ -133,7 +133,7 @@ class AnswerState:
 
     def odds(self, logits_V: Tensor, index: int, end_token_ids: Collection[int]) -> Tensor:
         """Logits to draw output position `index` from. Raises GrammarFailed."""
-        sampling = self._sampling
+        sampling = self.sampling
         if sampling.has_penalties:
             logits_V = penalised(logits_V, sampling, self._counts, self._question)
         if index < sampling.min_tokens:
@@ -152,7 +152,7 @@ class AnswerState:
         self._counts += Counter()
         self._tokens = kept
         if self._matcher is not None and (self._matcher.is_error() or not self._matcher.rollback(num_tokens)):
-            self._matcher = self._grammars.matcher(self._sampling)
+            self._matcher = self._grammars.matcher(self.sampling)
             if not self._matcher.consume_tokens(kept):
                 raise GrammarFailed(_why(self._matcher))
 
@@ -180,7 +180,7 @@ class Answers:
     def state(self, sampling: SamplingParams, answer: AnswerSoFar) -> AnswerState:
         """Of this answer as it is now. Raises GrammarFailed, and forgets what it had."""
         state = self._states.pop(answer.request_id, None)
-        if state is None:
+        if state is None or state.sampling != sampling:
             state = AnswerState(self._grammars, sampling, answer.question)
         state.advance_to(answer.token_ids)
         self._states[answer.request_id] = state

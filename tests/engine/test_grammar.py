@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from epd.engine.grammar import Answers, AnswerSoFar, Grammars, GrammarFailed
+from epd.engine.grammar import Answers, AnswerSoFar, GrammarFailed, Grammars
 from epd.engine.sampler import SampleRow, sample
 from epd.token_table import TokenTable, load_token_table
 from epd.types import SamplingParams
