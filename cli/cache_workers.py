@@ -98,7 +98,7 @@ def worker_tiers(text: str) -> list[WorkerTiers]:
 def _note(tiers: WorkerTiers, what: str, labels: Mapping[str, str], value: float) -> None:
     count = round(value)
     match what:
-        case "prompt_tokens":
+        case "prompt_tokens_total":
             tiers.prompt_tokens = count
         case "cache_hit_tokens_total":
             tiers.hit_tokens[labels["tier"]] = count

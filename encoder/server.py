@@ -38,6 +38,7 @@ from encoder.errors import (
 )
 from encoder.failures import failure_of
 from encoder.flight import Flight, Reply, Waiter, reply_of, verified_content
+from encoder.footprint import footprint
 from encoder.leasing import Leased, Leasing
 from encoder.measures import EncodeMeasures
 from encoder.passage import Arrival, Passage, Works
@@ -210,7 +211,7 @@ class EncoderServer:
         decoders["decode_stuck"] = self._pool.num_stuck
         tier = {} if self._second is None else self._second.all_counters()
         batches = {"batches": tower.num_batches, "batch_jobs": tower.num_jobs, **tower.runner_counters}
-        return {**self._counters, **self._measures.tokens, **batches, **times_s, **decoders, **tier}
+        return {**self._counters, **self._measures.tokens, **footprint(), **batches, **times_s, **decoders, **tier}
 
     def disconnect(self, peer: str) -> None:
         """A transport found that a peer is gone: end its requests and leases now instead of at their deadlines."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
+from encoder.footprint import footprint
 from encoder.types import HistogramCounts
 from epd.cache.l3.base import StoreStats
 from epd.cache.prefix import CacheStats
@@ -40,6 +41,7 @@ def worker_info(
     goes to and from a store. The texts of all counters are in `epd.gateway.metrics`."""
     told = {name: float(value) for name, value in asdict(counters).items()}
     told |= {name: float(value) for name, value in others.items()}
+    told |= footprint()
     told |= {
         "lookup_tokens": float(stats.num_lookup_tokens),
         "hit_tokens": float(stats.num_hit_tokens),

@@ -65,9 +65,11 @@ class ChoiceRun:
             with self.account.measured("gateway", "prefix_wait", item=self.item):
                 await self.shared.computed()
         reader, end = self.reader, None
+        came_s: float | None = None
         with self.shared.running(self.run):
             async with aclosing(self.generation.run()) as events:
                 async for event in events:
+                    came_s = self._spaced(event, came_s)
                     part = self._read(event) if isinstance(event, Tokens) else reader.rest(event.stop_token_id)
                     if part is not None:
                         yield replace(part, index=self.index, num_tokens=reader.num_tokens)
@@ -81,6 +83,15 @@ class ChoiceRun:
         self.account.num_retries += self.generation.num_attempts - 1
         reason, stop_reason = reader.end(end.reason)
         yield ChoiceEnd(self.index, reason, stop_reason, end.usage, reader.num_reasoning_tokens)
+
+    def _spaced(self, event: Tokens | End, came_s: float | None) -> float | None:
+        """When the last tokens came, now that there is this event."""
+        if not isinstance(event, Tokens):
+            return came_s
+        now_s = self.clock()
+        if came_s is not None:
+            self.metrics.spaced(now_s - came_s, len(event.token_ids))
+        return now_s
 
     def _read(self, tokens: Tokens) -> AnswerPart | None:
         reader, account = self.reader, self.account

@@ -46,6 +46,7 @@ class Edge:
             response = await _refuse(request, problem_of(error))
         except asyncio.CancelledError:
             self._metrics.disconnects.inc()
+            self._count(request, _CLIENT_CLOSED_REQUEST)
             raise
         except Exception as error:
             # The outermost loop of a request: log, and end it.
@@ -56,11 +57,14 @@ class Edge:
             else:
                 logger.exception("request %s failed", request_id)
                 response = await _refuse(request, internal_problem(request_id))
-        route = request.match_info.route.resource
-        self._metrics.requests.labels(route.canonical if route else "unknown", str(response.status)).inc()
+        self._count(request, response.status)
         if not response.prepared:
             response.headers.update(request[ANSWER_HEADERS])
         return response
+
+    def _count(self, request: web.Request, status: int) -> None:
+        route = request.match_info.route.resource
+        self._metrics.requests.labels(route.canonical if route else "unknown", str(status)).inc()
 
     def _check_key(self, request: web.Request) -> None:
         """Raises InvalidApiKey. Every configured key is compared, each in constant time."""
