@@ -1,35 +1,27 @@
-"""The front's HTTP application: routes, keys, request ids, and the story of `POST /v1/encode`.
-
-body -> items -> all at once: fetch -> key -> replica -> rows -> one answer in the order of the items
-"""
+"""The front's HTTP application: routes, keys, request ids. `POST /v1/encode` itself is `encoder.front.endpoint`."""
 
 import asyncio
-import contextlib
 import hmac
 import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
-import numpy as np
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from encoder.errors import EncoderError
-from encoder.front.accept import SAFETENSORS, wants_safetensors
 from encoder.front.admission import Admission
-from encoder.front.body import BodyReader
 from encoder.front.config import FrontConfig
-from encoder.front.desk import EncodeDesk, Encoding
+from encoder.front.desk import EncodeDesk
+from encoder.front.endpoint import EncodeEndpoint
 from encoder.front.health import HealthBoard, Verdict
-from encoder.front.items import EncodeBody, Item
 from encoder.front.metrics import FrontMetrics
 from encoder.front.problems import Problem, Refused, internal_problem, problem_of
-from encoder.front.reply import Result, all_failed, safetensors_head, write_json, write_rows
 from encoder.quoting import shown
-from preprocess.errors import MediaError, MediaInvalid
+from preprocess.errors import MediaError
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +53,7 @@ class Front:
         self._clock = clock
         self._created_unix_s = int(clock())
         self.admission = Admission(timeout_s=config.request_timeout_s)
-        self._bodies = BodyReader(max_bytes=config.max_body_bytes, pace=config.body_pace, max_items=config.max_items)
-        self._copied_bytes = 0
+        self._endpoint = EncodeEndpoint(config.encode_limits, desk=desk)
         metrics.inflight_requests.set_function(lambda: self.admission.num_inflight)
         metrics.inflight_media.set_function(lambda: desk.num_inflight)
 
@@ -115,97 +106,11 @@ class Front:
         started_s = time.monotonic()
         deadline_unix_s = self._clock() + self._config.request_timeout_s
         async with self.admission.session():
-            # Known to be in vain before the body is read, and looked at again once it is there.
-            self._desk.check_room(1)
-            async with self._bodies.body(request) as body:
-                self._check_model(body)
-                _check_form(request, body)
-                self._desk.check_room(len(body.items))
-                async with contextlib.AsyncExitStack() as stack:
-                    results = await self._encode_items(body, request, deadline_unix_s, stack)
-                    problems = [result for result in results if isinstance(result, Problem)]
-                    if len(problems) == len(results):
-                        return all_failed(problems)
-                    response = await self._write(request, results, body)
-        self._metrics.seconds.observe(time.monotonic() - started_s)
-        return response
-
-    async def _encode_items(
-        self, body: EncodeBody, request: web.Request, deadline_unix_s: float, stack: contextlib.AsyncExitStack
-    ) -> list[Result]:
-        """Every item on its own, all at the same time. What is leased or copied ends with the stack."""
-        asker = object()
-
-        async def one(item: Item | Refused) -> Result:
-            if isinstance(item, Refused):
-                return item.problem
-            try:
-                encoding = await self._ask(item, asker, deadline_unix_s)
-            except (MediaError, EncoderError) as error:
-                option = error.field if isinstance(error, MediaInvalid) else None
-                return problem_of(error, param=item.param_of(option), option=option)
-            except Exception:
-                # The outermost loop of an item: it must not take its neighbours with it.
-                logger.exception("item %s of request %s failed", item.param, request[REQUEST_ID])
-                return internal_problem(request[REQUEST_ID], param=item.param)
-            stack.callback(encoding.release)
-            self._copy(encoding, stack)
-            return encoding
-
-        tasks = [asyncio.create_task(one(item)) for item in body.items]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _ask(self, item: Item, asker: object, deadline_unix_s: float) -> Encoding:
-        source = item.source
-        if item.content is None:
-            return await self._desk.encode(source, asker=asker, deadline_unix_s=deadline_unix_s)
-        return await self._desk.encode_content(
-            item.content, source.modality, source.options, deadline_unix_s=deadline_unix_s
-        )
-
-    def _copy(self, encoding: Encoding, stack: contextlib.AsyncExitStack) -> None:
-        """Out of the arena while there is room for copies, so that a client that reads slowly holds none of it."""
-        size_bytes = encoding.rows.nbytes
-        if self._copied_bytes + size_bytes > self._config.max_reply_bytes:
-            return
-        self._copied_bytes += size_bytes
-        # By numpy, which does not hold the interpreter's lock meanwhile.
-        encoding.rows = np.array(np.frombuffer(encoding.rows, np.uint8)).data
-        encoding.release()
-
-        def forget() -> None:
-            self._copied_bytes -= size_bytes
-
-        stack.callback(forget)
-
-    async def _write(self, request: web.Request, results: Sequence[Result], body: EncodeBody) -> web.StreamResponse:
-        headers = {"X-Request-Id": request[REQUEST_ID]}
-        head: bytes | None = None
-        if _is_file_wanted(request):
-            head, size_bytes = safetensors_head(results, model=self._config.model_name)
-            response = web.StreamResponse(headers=headers | {"Content-Type": SAFETENSORS})
-            response.content_length = size_bytes
-        else:
-            response = web.StreamResponse(headers=headers | {"Content-Type": "application/json; charset=utf-8"})
-        await response.prepare(request)
-        try:
-            if head is None:
-                form = body.encoding_format
-                await write_json(response, results, model=self._config.model_name, encoding_format=form)
-            else:
-                await response.write(head)
-                await write_rows(response, results)
-            await response.write_eof()
-        except BaseException:
-            # Too late for an error in its place: what is cut off must not look whole.
-            if request.transport is not None:
-                request.transport.abort()
-            raise
+            response = await self._endpoint.answer(
+                request, headers={"X-Request-Id": request[REQUEST_ID]}, deadline_unix_s=deadline_unix_s
+            )
+        if response.status == 200:
+            self._metrics.seconds.observe(time.monotonic() - started_s)
         return response
 
     async def _models(self, _: web.Request) -> web.Response:
@@ -231,12 +136,6 @@ class Front:
     async def _metrics_text(self, _: web.Request) -> web.Response:
         return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    def _check_model(self, body: EncodeBody) -> None:
-        served = self._config.model_name
-        if body.model not in (None, served):
-            words = f"model {shown(body.model)} is not served here; served: {shown(served)}"
-            raise Refused(404, "model_not_found", words, param="model")
-
     def _check_key(self, request: web.Request) -> None:
         """Every configured key is compared, each in constant time. Of all dialects only probes need none."""
         if not self._config.api_keys or request.path in _OPEN_PATHS:
@@ -247,20 +146,6 @@ class Front:
         if not any(matches):
             words = "missing or wrong API key; send it as: Authorization: Bearer KEY"
             raise Refused(401, "invalid_api_key", words)
-
-
-def _is_file_wanted(request: web.Request) -> bool:
-    return wants_safetensors(request.headers.getall("Accept", []))
-
-
-def _check_form(request: web.Request, body: EncodeBody) -> None:
-    """Raises Refused where both the header and the body say what form rows have, and not the same."""
-    if body.encoding_format == "float" and _is_file_wanted(request):
-        words = (
-            f'encoding_format is "float" and the Accept header asks for {SAFETENSORS}, which holds rows as bytes; '
-            "give one"
-        )
-        raise Refused(400, "invalid_request", words, param="encoding_format")
 
 
 def _probe_response(verdict: Verdict) -> web.Response:

@@ -8,6 +8,19 @@ from preprocess.config import FetchLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EncodeLimits:
+    """Settings of `encoder.front.endpoint`; those of the same name in `FrontConfig` say what they mean."""
+
+    model_name: str
+    max_body_bytes: int
+    max_file_bytes: int
+    """Of a file in the body of an item."""
+    body_pace: PaceLimits
+    max_items: int
+    max_reply_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FrontConfig:
     """The encoder's HTTP side. `encoders` are the ZMQ endpoints of its replicas (`ipc://` or `tcp://`)."""
 
@@ -55,6 +68,18 @@ class FrontConfig:
             )
         if not 0 <= self.port <= 65535:
             raise ValueError(f"front.port is {self.port}; allowed: 0 to 65535")
+
+    @property
+    def encode_limits(self) -> EncodeLimits:
+        """In the endpoint's own terms."""
+        return EncodeLimits(
+            model_name=self.model_name,
+            max_body_bytes=self.max_body_bytes,
+            max_file_bytes=self.fetch.max_bytes,
+            body_pace=self.body_pace,
+            max_items=self.max_items,
+            max_reply_bytes=self.max_reply_bytes,
+        )
 
     @property
     def body_pace(self) -> PaceLimits:

@@ -10,18 +10,18 @@ at the deadline of whoever asked: read the rows before that.
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, Protocol
 
 from encoder.cache.arena import segment_path
-from encoder.client import ArenaReader, EncoderClient
+from encoder.client import ArenaReader
 from encoder.errors import EmbeddingLost, EncodeDeadline, EncoderBusy, EncoderError, EncoderUnavailable
-from encoder.types import EncodeReply, EncoderInfo, StageTimings
+from encoder.types import EmbeddingRef, EncodeReply, EncoderInfo, StageTimings
+from encoder.wire import TensorFrame
 from preprocess.config import ProcessorConfig
 from preprocess.errors import MediaError, MediaInvalid, MediaUnsupported
-from preprocess.fetch import Fetcher
 from preprocess.keys import media_key
 from preprocess.types import MediaKey, MediaLayout, MediaOptions, MediaSource, Modality
 
@@ -69,14 +69,34 @@ class MediumEnd:
     cached: bool = False
 
 
+class MediaEncoder(Protocol):
+    """`encoder.client.EncoderClient`."""
+
+    async def encode(
+        self, content: bytes | None, modality: Modality, options: MediaOptions, key: MediaKey, deadline_unix_s: float
+    ) -> EncodeReply: ...
+    async def encode_inline(
+        self, content: bytes | None, modality: Modality, options: MediaOptions, key: MediaKey, deadline_unix_s: float
+    ) -> tuple[EncodeReply, TensorFrame]: ...
+    def release(self, ref: EmbeddingRef) -> None: ...
+    async def info(self, timeout_s: float = ...) -> EncoderInfo: ...
+    def infos(self) -> Mapping[str, EncoderInfo | None]: ...
+
+
+class MediaFetcher(Protocol):
+    """`preprocess.fetch.Fetcher`."""
+
+    async def fetch(self, source: MediaSource, *, asker: Hashable | None = None) -> bytes: ...
+
+
 class EncodeDesk:
     """Encodes single media for the handlers of one process, on its event loop. Fetcher and client are the caller's."""
 
     def __init__(
         self,
         *,
-        fetcher: Fetcher,
-        encoder: EncoderClient,
+        fetcher: MediaFetcher,
+        encoder: MediaEncoder,
         processor: ProcessorConfig,
         max_inflight: int = 256,
         patience_s: Callable[[], float] = lambda: 12.0,
@@ -159,6 +179,12 @@ class EncodeDesk:
             self._check_options(modality, options)
             return await self._encode(content, modality, options, deadline_unix_s, end)
 
+    async def encode_key(self, key: MediaKey, modality: Modality, *, deadline_unix_s: float) -> Encoding:
+        """Rows of a medium of which only the key is known. Raises EmbeddingUnknown when no replica has them."""
+        with self._place(modality) as end:
+            await self._learn_by(deadline_unix_s)
+            return await self._encode_known(None, modality, MediaOptions(), key, deadline_unix_s, end)
+
     def check_room(self, num_media: int) -> None:
         """Raises EncoderBusy when so many more would be too many."""
         if self.num_inflight + num_media > self._max_inflight:
@@ -191,11 +217,25 @@ class EncodeDesk:
     async def _encode(
         self, content: bytes, modality: Modality, options: MediaOptions, deadline_unix_s: float, end: MediumEnd
     ) -> Encoding:
-        info = await self.learn(min(self._patience_s(), max(0.0, deadline_unix_s - self._clock())))
+        info = await self._learn_by(deadline_unix_s)
         if modality not in info.modalities:
             raise MediaUnsupported(f"this model has no tower for {modality}")
         processor = replace(self._processor, video_backend=info.video_backend)
         key = await _key(content, modality, options, processor, info.fingerprint)
+        return await self._encode_known(content, modality, options, key, deadline_unix_s, end)
+
+    async def _learn_by(self, deadline_unix_s: float) -> EncoderInfo:
+        return await self.learn(min(self._patience_s(), max(0.0, deadline_unix_s - self._clock())))
+
+    async def _encode_known(
+        self,
+        content: bytes | None,
+        modality: Modality,
+        options: MediaOptions,
+        key: MediaKey,
+        deadline_unix_s: float,
+        end: MediumEnd,
+    ) -> Encoding:
         if not self._only_elsewhere():
             reply, _ = await self._ask(content, modality, options, key, deadline_unix_s, inline=False)
             try:
@@ -244,7 +284,7 @@ class EncodeDesk:
 
     async def _ask(
         self,
-        content: bytes,
+        content: bytes | None,
         modality: Modality,
         options: MediaOptions,
         key: MediaKey,

@@ -1,6 +1,6 @@
 """What a request asks for: the JSON of `POST /v1/encode`, read into media sources with every field checked.
 
-    {"input": [{"type": "image_url", "image_url": {"url": ...}, "max_pixels": 100000}, ...],
+    {"input": [{"type": "image_url", "image_url": {"url": ...}, "max_pixels": 100000}, {"type": "file", ...}],
      "model": ..., "encoding_format": "base64"}
 
 Parts have the fields they have in a chat completion. Faults of the request itself end all of it; a part that is well
@@ -8,6 +8,7 @@ formed may still fail by itself later.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
@@ -15,7 +16,7 @@ from typing import Any, Final, Literal
 from encoder.front.problems import Refused, invalid, placed
 from encoder.quoting import shown
 from preprocess.errors import OptionInvalid
-from preprocess.types import MediaOptions, MediaSource, Modality
+from preprocess.types import MediaKey, MediaOptions, MediaSource, Modality
 
 EncodingFormat = Literal["base64", "float"]
 FORMATS: Final[tuple[EncodingFormat, ...]] = ("base64", "float")
@@ -25,6 +26,7 @@ _AUDIO_FORMATS: Final = ("wav", "mp3", "flac", "ogg", "opus", "aac", "m4a", "web
 # No base64 has a colon.
 _URL_STARTS: Final = ("http://", "https://", "data:")
 _MAX_NAME_CHARS: Final = 200
+_KEY: Final = re.compile(r"[0-9a-f]{32}")
 _INT32: Final = range(-(2**31), 2**31)
 
 OptionShapes = Mapping[str, type | tuple[str, ...]]
@@ -44,7 +46,10 @@ OPTION_SHAPES: Final[Mapping[Modality, OptionShapes]] = {
     },
     Modality.AUDIO: {},
 }
-OPTION_NAMES: Final = tuple(dict.fromkeys(name for shapes in OPTION_SHAPES.values() for name in shapes))
+_OPTIONS_OF_ALL: Final[OptionShapes] = {
+    name: shape for shapes in OPTION_SHAPES.values() for name, shape in shapes.items()
+}
+OPTION_NAMES: Final = tuple(_OPTIONS_OF_ALL)
 PARTS: Final[Mapping[str, Modality]] = {
     "image_url": Modality.IMAGE,
     "video_url": Modality.VIDEO,
@@ -70,17 +75,52 @@ class Item:
     content: bytes | None = None
     option_params: Mapping[str, str] = field(default_factory=dict)
     """Where in the request each option was given."""
+    path: str = ""
+    """The part itself."""
+    file_id: str | None = None
+    """Of an uploaded file with the content."""
+    key: MediaKey | None = None
+    """Beside content, what its key must be; without, all there is."""
 
     def param_of(self, option: str | None) -> str:
         """The field to change when an option is at fault, or the medium itself."""
         return self.option_params.get(option or "", self.param)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileItem:
+    """A file whose kind decides what it is: an uploaded one, or what is in `data_url`."""
+
+    param: str
+    path: str
+    file_id: str | None
+    data_url: str
+    key: MediaKey | None
+    options: Mapping[str, Any]
+    option_params: Mapping[str, str]
+
+    def param_of(self, option: str | None) -> str:
+        """As of `Item`."""
+        return self.option_params.get(option or "", self.param)
+
+    def as_item(self, modality: Modality, content: bytes | None) -> Item:
+        """Raises Refused for options that do not apply."""
+        return Item(
+            self.param,
+            _source(modality, "", self.options, self.option_params),
+            content,
+            self.option_params,
+            path=self.path,
+            file_id=self.file_id,
+            key=self.key,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class EncodeBody:
     """A request. In the place of an item that cannot even be tried stands why."""
 
-    items: tuple[Item | Refused, ...]
+    items: tuple[Item | FileItem | Refused, ...]
     model: str | None
     encoding_format: EncodingFormat
 
@@ -116,28 +156,34 @@ def checked_format(value: object) -> EncodingFormat:
     raise invalid(f"encoding_format is {shown(value)}; allowed: {allowed}", "encoding_format")
 
 
-def _item_or_fault(part: object, path: str) -> Item | Refused:
+def _item_or_fault(part: object, path: str) -> Item | FileItem | Refused:
     try:
         return _item(part, path)
     except Refused as fault:
         return fault
 
 
-def _item(part: object, path: str) -> Item:
+def _item(part: object, path: str) -> Item | FileItem:
     if not isinstance(part, dict):
         raise invalid(f"{path} is {shown(part)}; it must be an object", path)
     kind = part.get("type")
-    if not isinstance(kind, str) or kind not in PARTS:
-        allowed = ", ".join(json.dumps(known) for known in PARTS)
+    if not isinstance(kind, str) or kind not in (*PARTS, "file"):
+        allowed = ", ".join(json.dumps(known) for known in (*PARTS, "file"))
         words = (
             f"{path}.type is {shown(kind)}; allowed: {allowed}" if "type" in part else f"field {path}.type is required"
         )
         raise invalid(words, f"{path}.type")
-    modality = PARTS[kind]
-    options = OPTION_SHAPES[modality]
-    _check_fields(part, ("type", kind, *options), path)
+    options = _OPTIONS_OF_ALL if kind == "file" else OPTION_SHAPES[PARTS[kind]]
+    _check_fields(part, ("type", kind, *options, "key"), path)
     inner_path = f"{path}.{kind}"
-    inner = _typed(part, kind, dict, path)
+    inner, key = _typed(part, kind, dict, path), _key(part, path)
+    if kind == "file":
+        return _file_item(part, inner, path, key)
+    modality = PARTS[kind]
+    if inner is None and key is not None:
+        _, params = _options(part, {}, options, path, kind)
+        _check_no_options(params, path)
+        return Item(inner_path, MediaSource(modality, ""), path=path, key=key)
     if inner is None:
         raise invalid(f"field {inner_path} is required", inner_path)
     if kind == "input_audio":
@@ -145,16 +191,65 @@ def _item(part: object, path: str) -> Item:
         url = _audio_url(
             _required_text(inner, "data", inner_path), _choice(inner, "format", _AUDIO_FORMATS, inner_path)
         )
-        return Item(inner_path, MediaSource(modality, url))
-    _check_fields(inner, ("url", *options), inner_path)
-    url = _required_text(inner, "url", inner_path)
+        return Item(inner_path, MediaSource(modality, url), path=path, key=key)
+    _check_fields(inner, ("url", "file_id", *options), inner_path)
+    file_id: str | None = _typed(inner, "file_id", str, inner_path)
+    url = "" if file_id is not None else _required_text(inner, "url", inner_path)
+    if file_id is not None and inner.get("url") is not None:
+        raise invalid(f"{inner_path}.url and {inner_path}.file_id are both given; give one", f"{inner_path}.file_id")
     given, params = _options(part, inner, options, path, kind)
+    source = _source(modality, url, given, params)
+    return Item(inner_path, source, option_params=params, path=path, file_id=file_id, key=key)
+
+
+def _file_item(part: dict[str, Any], inner: dict[str, Any] | None, path: str, key: MediaKey | None) -> FileItem:
+    param = f"{path}.file"
+    if inner is None:
+        raise invalid(f"field {param} is required", param)
+    _check_fields(inner, ("file_id", "file_data", "filename"), param)
+    file_id: str | None = _typed(inner, "file_id", str, param)
+    data: str | None = _typed(inner, "file_data", str, param)
+    _typed(inner, "filename", str, param)
+    if (file_id is None) == (data is None):
+        both = "both absent" if file_id is None else "both given"
+        raise invalid(f"{param}.file_id and {param}.file_data are {both}; give one", param)
+    head = (data or "")[:16].lower()
+    if head.startswith(("http:", "https:", "file:")):
+        raise invalid(f"{param}.file_data is a URL; allowed: base64, or a data: URL", f"{param}.file_data")
+    given, params = _options(part, {}, _OPTIONS_OF_ALL, path, "file")
+    return FileItem(
+        param=param,
+        path=path,
+        file_id=file_id,
+        data_url=data if data is not None and head.startswith("data:") else f"data:;base64,{data or ''}",
+        key=key,
+        options=given,
+        option_params=params,
+    )
+
+
+def _key(part: dict[str, Any], path: str) -> MediaKey | None:
+    text: str | None = _typed(part, "key", str, path)
+    if text is not None and _KEY.fullmatch(text) is None:
+        raise invalid(f"{path}.key is {shown(text)}; it must be 32 hexadecimal digits in small letters", f"{path}.key")
+    return None if text is None else MediaKey(text)
+
+
+def _check_no_options(params: Mapping[str, str], path: str) -> None:
+    for place in params.values():
+        words = (
+            f"{place} is given and {path}.key is too, without content; a key stands for content and options, give one"
+        )
+        raise invalid(words, place)
+
+
+def _source(modality: Modality, url: str, given: Mapping[str, Any], params: Mapping[str, str]) -> MediaSource:
+    """Raises Refused."""
     try:
-        source = MediaSource(modality, url, MediaOptions(**given))
+        return MediaSource(modality, url, MediaOptions(**given))
     except OptionInvalid as error:
         place = params[error.field]
         raise invalid(placed(str(error), error.field, place), place) from error
-    return Item(inner_path, source, option_params=params)
 
 
 def _options(

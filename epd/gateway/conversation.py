@@ -13,44 +13,21 @@ import msgspec
 from epd.errors import InvalidRequest
 from epd.gateway.answer import THINK_CLOSE, THINK_OPEN
 from epd.gateway.json_text import depth_at_most, json_fault
+from epd.gateway.library import Library
+from epd.gateway.media_parts import MediaPart, read_medium
 from epd.gateway.schema import ChatBody, ReasoningEffort
 from epd.gateway.schema_parts import (
     AssistantMessage,
-    AudioPart,
-    ImageOptions,
-    ImagePart,
-    InputAudio,
-    InputAudioPart,
     Message,
+    NamedMedia,
     TextPart,
     ToolMessage,
     UserMessage,
-    VideoOptions,
-    VideoPart,
 )
-from preprocess.errors import OptionInvalid
-from preprocess.types import MediaOptions, MediaSource, Modality
 
 Guard = Callable[[str], str]
 
 _MAX_ARGUMENT_DEPTH = 128
-_AUDIO_TYPES = {"mp3": "audio/mpeg", "m4a": "audio/mp4", "opus": "audio/ogg"}
-# No base64 has a colon.
-_URL_STARTS = ("http://", "https://", "data:")
-
-
-@dataclass(frozen=True, slots=True)
-class MediaPart:
-    """One medium of the request, and the field of the body that names it."""
-
-    param: str
-    source: MediaSource
-    option_params: Mapping[str, str] = field(default_factory=dict)
-    """Where in the body each option was given."""
-
-    def param_of(self, option: str | None) -> str:
-        """The field of the body to change when an option is at fault, or the medium itself."""
-        return self.option_params.get(option or "", self.param)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +40,25 @@ class Conversation:
     """Variables for the chat template that the client set."""
     reasoning_effort: ReasoningEffort | None
     media: tuple[MediaPart, ...]
+    tells_media: bool = False
+    """The answer says what the media are called, so that they can be asked for again by name."""
 
 
-def read_conversation(body: ChatBody, guard: Guard) -> Conversation:
-    """`guard` is `Vocabulary.guard`. Raises InvalidRequest for a value that only its content shows to be wrong."""
-    media: list[MediaPart] = []
+@dataclass(frozen=True, slots=True)
+class _Media:
+    """Of the whole request, in order."""
+
+    library: Library | None
+    are_told: bool
+    parts: list[MediaPart] = field(default_factory=list)
+
+
+def read_conversation(body: ChatBody, guard: Guard, library: Library | None = None) -> Conversation:
+    """`guard` is `Vocabulary.guard`, `library` what the client may refer to. Blocks where a file is referred to.
+
+    Raises ServeError for a value that only its content shows to be wrong.
+    """
+    media = _Media(library, bool(body.return_media) or any(_names_media(message) for message in body.messages))
     messages = [_message(message, f"messages[{i}]", guard, media) for i, message in enumerate(body.messages)]
     tools = body.tools if body.tools and body.tool_choice != "none" else None
     return Conversation(
@@ -76,11 +67,17 @@ def read_conversation(body: ChatBody, guard: Guard) -> Conversation:
         tool_schemas={tool.function.name: tool.function.parameters or {} for tool in tools} if tools else None,
         options=body.chat_template_kwargs.model_dump(exclude_none=True) if body.chat_template_kwargs else {},
         reasoning_effort=body.reasoning_effort,
-        media=tuple(media),
+        media=tuple(media.parts),
+        tells_media=media.are_told,
     )
 
 
-def _message(message: Message, path: str, guard: Guard, media: list[MediaPart]) -> dict[str, Any]:
+def _names_media(message: Message) -> bool:
+    content = message.content if isinstance(message, UserMessage) else ""
+    return any(isinstance(part, NamedMedia) and (part.uuid or part.key) for part in content)
+
+
+def _message(message: Message, path: str, guard: Guard, media: _Media) -> dict[str, Any]:
     match message:
         case UserMessage(content=list() as parts):
             return {"role": "user", "content": _parts(parts, f"{path}.content", guard, media)}
@@ -102,7 +99,7 @@ def _text(content: str | list[Any]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _parts(parts: list[Any], path: str, guard: Guard, media: list[MediaPart]) -> str | list[dict[str, Any]]:
+def _parts(parts: list[Any], path: str, guard: Guard, media: _Media) -> str | list[dict[str, Any]]:
     """Parts for the template: neighbouring texts joined, media by their kind alone. All text is one string."""
     if all(isinstance(part, TextPart) for part in parts):
         return guard(_text(parts))
@@ -115,68 +112,13 @@ def _parts(parts: list[Any], path: str, guard: Guard, media: list[MediaPart]) ->
         if pending:
             rendered.append({"type": "text", "text": guard(pending)})
             pending = ""
-        medium = _medium(part, f"{path}[{i}]")
-        media.append(medium)
+        medium = read_medium(part, f"{path}[{i}]", media.library, is_told=media.are_told)
+        media.parts.append(medium)
         kind = medium.source.modality.value
         rendered.append({"type": kind, kind: ""})
     if pending:
         rendered.append({"type": "text", "text": guard(pending)})
     return rendered
-
-
-def _medium(part: ImagePart | VideoPart | AudioPart | InputAudioPart, path: str) -> MediaPart:
-    param = f"{path}.{part.type}"
-    options: dict[str, Any] = {}
-    option_params: dict[str, str] = {}
-    match part:
-        case ImagePart(image_url=image):
-            modality, url = Modality.IMAGE, image.url
-            options, option_params = _media_options(part, image, ImageOptions, path)
-        case VideoPart(video_url=video):
-            modality, url = Modality.VIDEO, video.url
-            options, option_params = _media_options(part, video, VideoOptions, path)
-            options.pop("media_resolution", None)
-        case AudioPart(audio_url=audio):
-            modality, url = Modality.AUDIO, audio.url
-        case InputAudioPart(input_audio=inline):
-            modality, url = Modality.AUDIO, _audio_url(inline)
-    try:
-        source = MediaSource(modality, url, MediaOptions(**options))
-    except OptionInvalid as error:
-        raise InvalidRequest(f"{param}: {error}", param=option_params[error.field]) from error
-    return MediaPart(param, source, option_params)
-
-
-def _media_options(
-    part: ImagePart | VideoPart,
-    inner: ImageOptions | VideoOptions,
-    shape: type[ImageOptions | VideoOptions],
-    path: str,
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Options that stand beside the URL object and inside it, and the place of each. Raises InvalidRequest where the
-    two differ."""
-    options: dict[str, Any] = {}
-    params: dict[str, str] = {}
-    for holder, place in ((inner, f"{path}.{part.type}"), (part, path)):
-        for name in shape.model_fields:
-            value = getattr(holder, name)
-            if value is None:
-                continue
-            if name in options and options[name] != value:
-                both = f"{params[name]} is {json.dumps(options[name])} and {place}.{name} is {json.dumps(value)}"
-                raise InvalidRequest(f"{both}; give one", param=f"{place}.{name}")
-            options.setdefault(name, value)
-            params.setdefault(name, f"{place}.{name}")
-    return options, params
-
-
-def _audio_url(inline: InputAudio) -> str:
-    # A slice: the data may be hundreds of megabytes.
-    if inline.data[:8].lower().startswith(_URL_STARTS):
-        return inline.data
-    if inline.format is None:
-        return f"data:;base64,{inline.data}"
-    return f"data:{_AUDIO_TYPES.get(inline.format, f'audio/{inline.format}')};base64,{inline.data}"
 
 
 def _assistant(message: AssistantMessage, path: str, guard: Guard) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class ChatBody(GenerationBody):
     store: Literal[False] | None = None
     safety_identifier: str | None = None
     metadata: dict[str, str] | None = None
+    return_media: bool | None = None
     # Of OpenAI, vLLM and SGLang: what means nothing else than what happens anyway.
     audio: None = None
     functions: None = None

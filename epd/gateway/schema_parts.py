@@ -6,6 +6,9 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from epd.gateway.shape import TAG, Int32, Shape, content_kind
 
+FileId = Annotated[str, Field(max_length=64)]
+"""Of `POST /v1/files`."""
+
 
 class ImageOptions(Shape):
     """Options of a picture. Clients of other servers write them inside the URL object or beside it; both are taken."""
@@ -15,8 +18,15 @@ class ImageOptions(Shape):
     max_pixels: Int32 | None = None
 
 
-class ImageUrl(ImageOptions):
-    url: str
+class FileRef(Shape):
+    """Where the content is: a URL, or a file that was uploaded before. One of the two."""
+
+    url: str | None = None
+    file_id: FileId | None = None
+
+
+class ImageUrl(ImageOptions, FileRef):
+    pass
 
 
 class VideoOptions(Shape):
@@ -36,12 +46,12 @@ class VideoOptions(Shape):
     media_resolution: Literal["default", "max"] | None = None
 
 
-class VideoUrl(VideoOptions):
-    url: str
+class VideoUrl(VideoOptions, FileRef):
+    pass
 
 
-class AudioUrl(Shape):
-    url: str
+class AudioUrl(FileRef):
+    pass
 
 
 class InputAudio(Shape):
@@ -51,32 +61,62 @@ class InputAudio(Shape):
     format: Literal["wav", "mp3", "flac", "ogg", "opus", "aac", "m4a", "webm"] | None = None
 
 
+class InlineFile(Shape):
+    """A file that was uploaded before, or its content: base64, or a data: URL. The name is for the client alone."""
+
+    file_id: FileId | None = None
+    file_data: str | None = None
+    filename: str | None = None
+
+
+class MediaOptionsOfAll(ImageOptions, VideoOptions):
+    """Which of them apply is known with the content."""
+
+
+class NamedMedia(Shape):
+    """What a medium is called: `uuid` by the client, `key` by this server.
+
+    With content the uuid stands for it from now on. Without content (null or absent) the part is what its name stands
+    for.
+    """
+
+    uuid: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    key: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")] | None = None
+
+
 class TextPart(Shape):
     type: Literal["text"]
     text: str
 
 
-class ImagePart(ImageOptions):
+class ImagePart(ImageOptions, NamedMedia):
     type: Literal["image_url"]
-    image_url: ImageUrl
+    image_url: ImageUrl | None = None
 
 
-class VideoPart(VideoOptions):
+class VideoPart(VideoOptions, NamedMedia):
     type: Literal["video_url"]
-    video_url: VideoUrl
+    video_url: VideoUrl | None = None
 
 
-class AudioPart(Shape):
+class AudioPart(NamedMedia):
     type: Literal["audio_url"]
-    audio_url: AudioUrl
+    audio_url: AudioUrl | None = None
 
 
-class InputAudioPart(Shape):
+class InputAudioPart(NamedMedia):
     type: Literal["input_audio"]
-    input_audio: InputAudio
+    input_audio: InputAudio | None = None
 
 
-Part = Annotated[TextPart | ImagePart | VideoPart | AudioPart | InputAudioPart, Field(discriminator="type")]
+class FilePart(MediaOptionsOfAll, NamedMedia):
+    """A picture, video or sound: which of them is found from its bytes."""
+
+    type: Literal["file"]
+    file: InlineFile
+
+
+Part = Annotated[TextPart | ImagePart | VideoPart | AudioPart | InputAudioPart | FilePart, Field(discriminator="type")]
 
 
 _String = Annotated[str, Tag(f"{TAG}text")]

@@ -28,7 +28,7 @@ _MAX_DEPTH = 128
 
 _COUNTED_AT_ONCE_BYTES = 4 << 20
 # No set: what a client sends as a type need not be hashable.
-_MEDIA_TYPES = ("image_url", "video_url", "audio_url", "input_audio")
+_MEDIA_TYPES = ("image_url", "video_url", "audio_url", "input_audio", "file")
 _JSON_NAMES = {list: "array", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
 
 # What pydantic found, in words of JSON; `{}` takes the bound of the error's context that follows.

@@ -8,8 +8,8 @@ import pytest
 
 from encoder.errors import ArenaFull
 from encoder.types import EncodeReply
-from epd.gateway.conversation import MediaPart
 from epd.gateway.media import MediaStage, Medium
+from epd.gateway.media_parts import MediaPart
 from epd.types import Role
 from preprocess.types import MediaKey, MediaSource, Modality
 from tests.fakes.gateway import IMAGE_URL, RENDERER, VIDEO_URL, running_gateway, says, text_of

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from epd.errors import InvalidRequest
-from epd.gateway.conversation import MediaPart, read_conversation
+from epd.gateway.conversation import read_conversation
+from epd.gateway.media_parts import MediaPart
 from epd.gateway.schema import ChatBody
 from preprocess.keys import media_key
 from preprocess.types import MediaOptions, Modality
@@ -120,7 +121,6 @@ async def test_a_bad_option_is_refused_by_name(
         (part("video", beside={"total_pixels": 10**6}), "total_pixels"),
         (part("video", beside={"nframes": 8}), "nframes"),
         (part("image", beside={"resized_height": 64}), "resized_height"),
-        (part("image", beside={"uuid": "mine"}), "uuid"),
         ({"type": "image", "image": IMAGE_URL}, "type"),
         ({"type": "video", "video": [IMAGE_URL, IMAGE_URL]}, "type"),
     ],

@@ -7,8 +7,8 @@ from pydantic import BaseModel
 
 from encoder.front.items import OPTION_SHAPES, PARTS, Item, read_encode_body
 from encoder.front.problems import Refused
-from epd.gateway import schema
-from epd.gateway.conversation import _medium
+from epd.gateway import schema_parts as schema
+from epd.gateway.media_parts import read_medium
 from preprocess.types import MediaOptions, Modality
 
 URL = "http://example.org/a"
@@ -62,7 +62,7 @@ def test_parts_have_the_fields_they_have_in_a_chat_completion() -> None:
 )
 def test_a_part_is_read_as_the_gateway_reads_it(part: dict[str, Any]) -> None:
     ours = read_one(part)
-    theirs = _medium(GATEWAY_PARTS[part["type"]].model_validate(part), "input[0]")
+    theirs = read_medium(GATEWAY_PARTS[part["type"]].model_validate(part), "input[0]", None, is_told=False)
     assert isinstance(ours, Item)
     assert (ours.param, ours.source) == (theirs.param, theirs.source)
     assert ours.option_params == theirs.option_params
