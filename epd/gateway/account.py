@@ -30,6 +30,8 @@ class Account:
     arrival_unix_s: float
     clock: Callable[[], float]
     started_s: float
+    owner: str = ""
+    """Whose request it is, see `epd.gateway.owner`."""
     num_choices: int = 1
     prompt_tokens: int = 0
     completion_tokens: int = 0

@@ -18,7 +18,6 @@ from epd.gateway.media import Encoder, MediaFetcher, MediaStage
 from epd.gateway.metrics import GatewayMetrics
 from epd.gateway.openapi import Document
 from epd.gateway.operations import ApiPart, Operation, add_routes
-from epd.gateway.owner import owner_of
 from epd.gateway.page_files import PageFiles
 from epd.gateway.pipeline import Pipeline
 from epd.gateway.recent import RecentRequests
@@ -81,7 +80,7 @@ def create_app(
         bodies=bodies,
         clock=clock,
         unix_clock=unix_clock,
-        on_end=lambda request, receipt: recent.add(receipt, owner=owner_of(request)),
+        on_end=lambda receipt, owner: recent.add(receipt, owner=owner),
     )
     parts: list[ApiPart] = [
         ChatCompletions(exchange, chat=chat),

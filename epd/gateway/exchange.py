@@ -20,6 +20,7 @@ from epd.errors import ServeError
 from epd.gateway.account import Account
 from epd.gateway.admission import Admission
 from epd.gateway.body import SMALL_BODY_BYTES, BodyReader
+from epd.gateway.owner import owner_of
 from epd.gateway.problems import problem_of
 from epd.gateway.receipt import Receipt
 from epd.gateway.reply import AnswerEvent, ChoiceEnd, ReplyStyle, Writer
@@ -29,7 +30,8 @@ from epd.gateway.sse import STREAM, EventStream
 from epd.gateway.validation import read_body, unknown_model
 
 Body = TypeVar("Body", bound=GenerationBody)
-ReceiptSink = Callable[[web.Request, Receipt], object]
+ReceiptSink = Callable[[Receipt, str], object]
+"""Called with a receipt and whose it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class Exchange:
             arrival_unix_s=self.unix_clock(),
             clock=self.clock,
             started_s=self.clock(),
+            owner=owner_of(request),
         )
         try:
             async with self.admission.session():
@@ -74,7 +77,7 @@ class Exchange:
             account.left()
             raise
         finally:
-            self.on_end(request, account.receipt())
+            self.on_end(account.receipt(), account.owner)
 
     async def _admit(
         self, request: web.Request, shape: type[Body], start: Callable[[Body, Account], Started], account: Account
