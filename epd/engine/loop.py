@@ -213,7 +213,7 @@ class EngineLoop:
             return
         if message.decode_address is not None:
             self._endpoint.connect(message.decode_address)
-        sequence = self._sequence(peer, request)
+        sequence = Sequence(request=request, peer=peer, arrival_s=self._clock.monotonic_s())
         sequence.decode_address = message.decode_address
         sequence.decode_incarnation = message.decode_incarnation
         self._scheduler.submit(sequence)
@@ -242,7 +242,8 @@ class EngineLoop:
     def _settle(self, outcome: Outcome) -> None:
         match outcome:
             case Ready(expected=expected, held=held):
-                sequence = self._sequence(expected.peer, expected.request)
+                arrival_s = self._clock.monotonic_s()
+                sequence = Sequence(request=expected.request, peer=expected.peer, arrival_s=arrival_s)
                 if held.transfer.num_tokens != sequence.num_prompt:
                     why = f"KV of {held.transfer.num_tokens} tokens came for a prompt of {sequence.num_prompt}"
                     self._end(expected.peer, expected.request, Failure(500, "kv_mismatch", why, retryable=True))
@@ -299,9 +300,6 @@ class EngineLoop:
         num_dropped = self._scheduler.drop_peer(peer) + len(self._desk.drop_peer(peer, now_s))
         level = logging.WARNING if num_dropped else logging.DEBUG
         logger.log(level, "%s; %d requests of it dropped", error, num_dropped)
-
-    def _sequence(self, peer: Peer, request: GenerateRequest) -> Sequence:
-        return Sequence(request=request, peer=peer, arrival_s=self._clock.monotonic_s())
 
     # -- hand over and reply --------------------------------------------------------------------------------------
 
@@ -389,6 +387,7 @@ class EngineLoop:
             copies=self._tiers.copies(),
             bridge=self._tiers.transfers(),
             histograms=tuple(self._scheduler.measures.told()),
+            balance=tuple(self._runner.balance.told()),
             others={
                 "handoff_bytes": self._handoff_bytes,
                 "unstaged_transfers": self._stager.num_unstaged,

@@ -36,6 +36,7 @@ def worker_info(
     copies: MoverStats | None = None,
     bridge: BridgeStats | None = None,
     histograms: tuple[HistogramCounts, ...] = (),
+    balance: tuple[LabelledCounter, ...] = (),
 ) -> WorkerInfo:
     """`others` are counters that neither scheduler nor cache holds. `copies` are those of a host tier, `bridge` is what
     goes to and from a store. The texts of all counters are in `epd.gateway.metrics`."""
@@ -49,7 +50,7 @@ def worker_info(
         "evicted_window_pages": float(stats.num_evicted_window_pages),
         "kept_tokens": float(stats.full.evictable * page_size),
     }
-    labelled = [*_hits(counters)]
+    labelled = [*_hits(counters), *balance]
     if stats.host is not None:
         labelled += _host(stats.host)
     if copies is not None:

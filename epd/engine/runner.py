@@ -16,6 +16,7 @@ from torch import Tensor
 
 from encoder.errors import EmbeddingLost
 from encoder.types import EmbeddingRef
+from epd.engine.balance import ExpertBalance
 from epd.engine.draft_heads import DraftHeads, HeadRun
 from epd.engine.gate import arrivals_of, gated
 from epd.engine.grammar import Answers, GrammarFailed
@@ -79,6 +80,7 @@ class Runner:
         self._attention = attention
         self._graphs = graphs
         self._answers = answers
+        self.balance = ExpertBalance(model.config)
         self._device = storage.device
         self._page_size = storage.layout.page_size
         self._heads: DraftHeads | None = None
@@ -170,7 +172,11 @@ class Runner:
         embed_ED = merge_embeddings(self._model.embed(self._index(rows.token_ids)), rows.spans)
         positions_T = torch.cat([torch.arange(step.start, step.computed_stop) for step in steps]).to(self._device)
         context = attention.context([self._paged(step, step.start, step.computed_stop) for step in steps])
-        return embed_ED, self._model(embed_ED[: rows.num_computed], positions_T, context)
+        counting = self.balance.look()
+        hidden_TD = self._model(embed_ED[: rows.num_computed], positions_T, context, router_stats=counting)
+        if counting is not None:
+            self.balance.seen(counting)
+        return embed_ED, hidden_TD
 
     def _draft(
         self,
