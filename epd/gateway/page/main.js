@@ -49,11 +49,12 @@ function sampleButton(sample) {
 
 /** What stands in an empty conversation. */
 function welcome() {
-  const known = samples !== null && samples.model === model ? samples.samples : [];
+  const isOurs = samples !== null && samples.model === model;
   return el("div.welcome", {},
     el("h2", {}, "Ask about what you see, watch or hear."),
     el("p", {}, "Drop a picture, a video or a sound anywhere, paste one, or record. Beside the answer you see where its time goes."),
-    known.length ? el("div.samples", { role: "group", "aria-label": "Examples" }, ...known.map(sampleButton)) : null);
+    isOurs && el("div.samples", { role: "group", "aria-label": "Examples" }, ...samples.samples.map(sampleButton)),
+    isOurs && el("p.note", {}, samples.note));
 }
 
 async function loadSamples() {
@@ -88,6 +89,9 @@ const microphone = setUpMicrophone({ attachments, say });
 setUpSettings();
 setUpTheme(svg);
 
+for (const node of document.querySelectorAll(".dismiss")) {
+  node.addEventListener("click", () => node.closest("dialog").close(""));
+}
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   chat.send();

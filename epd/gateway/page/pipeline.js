@@ -9,6 +9,8 @@ const PERIOD_MS = 1000;
 const SLOW_PERIOD_MS = 2500;
 const TIMEOUT_MS = 5000;
 const MAX_KEPT = 64;
+// Seconds of the small curve in each stage.
+const CURVE_POINTS = 60;
 const NAMES = { gateway: "Gateway", encode: "Encode", prefill: "Prefill", decode: "Decode", worker: "Prefill + decode" };
 const POOLS = { full: "full attention", window: "window", embeddings: "embeddings" };
 
@@ -20,6 +22,7 @@ export class PipelineView {
   #waitingKey = false;
   #timer = 0;
   #drawn = "";
+  #curves = new Map();
 
   /** `onView` hears every answer; `needKey` asks for an API key. */
   constructor({ needKey, onView }) {
@@ -143,16 +146,30 @@ export class PipelineView {
         el("p.big", {}, count(facts.big[0]), el("small", {}, facts.big[1])),
         el("dl", {}, ...facts.lines.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])),
         el("ul.processes", { "aria-label": "Processes" }, ...stage.processes.map(processNode)),
+        this.#curve(stage.stage, facts.moving),
         index < stages.length - 1 ? wire(busy) : null,
       );
     });
     const box = byId("stages");
     box.dataset.count = stages.length;
     // Drawn anew only when something has changed: a screen reader's place and a hovering mouse stay where they are.
-    const drawn = nodes.map((node) => `${node.className}${node.textContent}`).join("|");
+    const drawn = nodes.map((node) => node.outerHTML).join("|");
     if (drawn === this.stagesDrawn) return;
     this.stagesDrawn = drawn;
     box.replaceChildren(...nodes);
+  }
+
+  /** What the stage has done over the last minute, as a line. */
+  #curve(stage, value) {
+    const values = [...(this.#curves.get(stage) ?? []), value].slice(-CURVE_POINTS);
+    this.#curves.set(stage, values);
+    const most = Math.max(...values);
+    if (!most) return svg("svg", { class: "curve", viewBox: "0 0 118 22", preserveAspectRatio: "none", "aria-hidden": "true" });
+    const place = (point, index) => `${(2 * (CURVE_POINTS - values.length + index)).toFixed(0)} ${(21 - (20 * point) / most).toFixed(1)}`;
+    const line = values.map(place).join("L");
+    const first = 2 * (CURVE_POINTS - values.length);
+    return svg("svg", { class: "curve", viewBox: "0 0 118 22", preserveAspectRatio: "none", "aria-hidden": "true" },
+      svg("path", { class: "area", d: `M${first} 22L${line}L118 22Z` }), svg("path", { class: "line", d: `M${line}` }));
   }
 
   #drawMemory() {
