@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from encoder import metrics
 from encoder.metrics import COUNTER_TEXTS, replica_metrics
-from encoder.types import EncoderInfo
+from encoder.types import EncoderInfo, HistogramCounts
 from preprocess.types import Modality
 
 INFO = EncoderInfo(
@@ -28,7 +28,12 @@ INFO = EncoderInfo(
     capacity_bytes=1000,
     leased_bytes=100,
     ready=True,
-    counters={"batches": 4, "batch_jobs": 10, "tower_s": 1.5, "hits": 7},
+    counters={"batches": 4, "batch_jobs": 10, "tower_s": 1.5, "hits": 7, "tokens_video": 44, "news": 3},
+    histograms=(
+        HistogramCounts(
+            name="batch_size_jobs", bounds=(2.0, 4.0), counts=(1, 0, 1), total=11.0, labels={"lane": "vision"}
+        ),
+    ),
     arena="host",
     tower_busy_s=2.5,
     wedged=True,
@@ -49,12 +54,17 @@ def test_every_replica_is_told_of_and_only_those_that_are_up_in_detail() -> None
         'mimo_encoder_ready{address="ipc://b"} 0.0',
         'mimo_encoder_queue_jobs{replica="encoder-0"} 3.0',
         'mimo_encoder_arena_bytes{arena="host",state="leased"} 100.0',
-        'mimo_encoder_batch_size_jobs{replica="encoder-0"} 2.5',
+        'mimo_encoder_arena_bytes{arena="host",state="cached"} 600.0',
+        'mimo_encoder_arena_bytes{arena="host",state="free"} 300.0',
+        'mimo_encoder_batch_size_jobs_bucket{lane="vision",le="2.0",replica="encoder-0"} 1.0',
+        'mimo_encoder_batch_size_jobs_count{lane="vision",replica="encoder-0"} 2.0',
+        'mimo_encoder_tokens_total{modality="video",replica="encoder-0"} 44.0',
         'mimo_encoder_tower_busy_seconds{replica="encoder-0"} 2.5',
         'mimo_encoder_wedged{replica="encoder-0"} 1.0',
-        'mimo_encoder_tower_seconds{replica="encoder-0"} 1.5',
-        'mimo_encoder_hits{replica="encoder-0"} 7.0',
-        f"# HELP mimo_encoder_tower_seconds {COUNTER_TEXTS['tower_seconds']}",
+        'mimo_encoder_tower_seconds_total{replica="encoder-0"} 1.5',
+        'mimo_encoder_hits_total{replica="encoder-0"} 7.0',
+        f"# HELP mimo_encoder_tower_seconds_total {COUNTER_TEXTS['tower_s'].text}",
+        'mimo_encoder_news{replica="encoder-0"} 3.0',
     ):
         assert line in lines
     # Two encoders, one arena: it counts once.

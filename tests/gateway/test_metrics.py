@@ -10,13 +10,17 @@ from epd.cache.prefix import CacheStats, PoolStats
 from epd.cache.tiers.bridge import BridgeStats
 from epd.cache.tiers.host import HostPoolStats, HostStats
 from epd.engine.identity import WorkerIdentity
+from epd.engine.measures import Measures
+from epd.engine.plan import PageTable, SequenceStep, StepPlan
 from epd.engine.report import worker_info
 from epd.engine.roster import Counters
-from epd.gateway.metrics import COUNTER_TEXTS, LABELLED_TEXTS, GatewayMetrics
+from epd.engine.sampler import SampleRow
+from epd.gateway.metrics import GatewayMetrics
+from epd.gateway.metrics_workers import COUNTER_TEXTS, HISTOGRAM_TEXTS, LABELLED_TEXTS
 from epd.kv.copies import MoverStats
 from epd.router.workers import Fleet
 from epd.transport.memory import MemoryNetwork
-from epd.types import Role, WorkerInfo
+from epd.types import LabelledCounter, Role, SamplingParams, WorkerInfo
 
 OTHERS = dict.fromkeys(
     (
@@ -32,7 +36,17 @@ OTHERS = dict.fromkeys(
 HOST_POOL = HostPoolStats(total=15, free=1, filling=2, pinned=3, evictable=4, doomed=5, num_evicted=6)
 
 
+def step(num_tokens: int, *, stop: int | None = None) -> SequenceStep:
+    """A decode step, or a chunk inside a prompt that ends at `stop`."""
+    sample = SampleRow(SamplingParams(max_tokens=1), 0) if stop is None else None
+    pages = PageTable((), (), 0)
+    return SequenceStep(request_id=str(stop), start=0, token_ids=(1,) * num_tokens, pages=pages, sample=sample)
+
+
 def told() -> WorkerInfo:
+    measures = Measures()
+    measures.stepped(StepPlan(steps=(step(1), step(40, stop=64))), 0.015)
+    measures.stepped(StepPlan(), 7.0)
     identity = WorkerIdentity(
         name="w", role=Role.BOTH, model="m", max_context_tokens=100, eos_token_ids=(), incarnation="i"
     )
@@ -89,7 +103,15 @@ def told() -> WorkerInfo:
     return worker_info(
         identity,
         stats,
-        Counters(steps=4, cached_tokens=100, host_hit_tokens=30, store_hit_tokens=20, healed_tokens=7),
+        Counters(
+            steps=4,
+            cached_tokens=100,
+            host_hit_tokens=30,
+            store_hit_tokens=20,
+            healed_tokens=7,
+            drafted_tokens_2=9,
+            accepted_tokens_2=6,
+        ),
         sequence=1,
         address="a",
         kv_fingerprint="k",
@@ -98,6 +120,11 @@ def told() -> WorkerInfo:
         ready=True,
         page_size=16,
         others=OTHERS,
+        histograms=tuple(measures.told()),
+        balance=(
+            LabelledCounter(name="expert_imbalance_ratio", labels={"layers": "mean"}, value=1.25),
+            LabelledCounter(name="expert_imbalance_ratio", labels={"layers": "worst"}, value=3.0),
+        ),
         copies=MoverStats(loaded_bytes=51, saved_bytes=52, stalled_s=0.5),
         bridge=BridgeStats(
             prefetch={"hit": 61, "fetched_pages": 62},
@@ -116,17 +143,25 @@ def told() -> WorkerInfo:
 
 def samples(families: dict[str, Metric], name: str, *labels: str) -> dict[object, float]:
     found = {}
-    for sample in families[f"mimo_worker_{name}"].samples:
+    for sample in families[f"mimo_worker_{name.removesuffix('_total')}"].samples:
         values = tuple(sample.labels[label] for label in labels)
         found[values if len(values) > 1 else values[0]] = sample.value
     return found
 
 
-def test_pages_by_state_evictions_and_a_text_for_every_counter() -> None:
+def empty_fleet() -> Fleet:
     network = MemoryNetwork()
-    fleet = Fleet(prefill=[network.channel("a")], decode=[], heartbeat_s=1.0, timeout_s=1.0, clock=lambda: 0.0)
+    return Fleet(prefill=[network.channel("a")], decode=[], heartbeat_s=1.0, timeout_s=1.0, clock=lambda: 0.0)
+
+
+def shown_text() -> str:
+    fleet = empty_fleet()
     fleet.workers[0].info = told()
-    text = GatewayMetrics(fleet=fleet, encoder_infos=dict).text().decode()
+    return GatewayMetrics(fleet=fleet, encoder_infos=dict).text().decode()
+
+
+def test_pages_by_state_evictions_and_a_text_for_every_counter() -> None:
+    text = shown_text()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     pages = {
         (sample.labels["pool"], sample.labels["state"]): sample.value
@@ -142,6 +177,12 @@ def test_pages_by_state_evictions_and_a_text_for_every_counter() -> None:
     }
     for name, value in (("evicted_full_pages", 8), ("evicted_window_pages", 9), ("kept_tokens", 192), ("steps", 4)):
         assert [sample.value for sample in families[f"mimo_worker_{name}"].samples] == [value]
+    assert (families["mimo_worker_steps"].type, families["mimo_worker_kept_tokens"].type) == ("counter", "gauge")
+    assert "mimo_worker_steps_total{" in text
+    assert samples(families, "draft_position_tokens_total", "position", "result")["2", "drafted"] == 9
+    assert samples(families, "draft_position_tokens_total", "position", "result")["2", "accepted"] == 6
+    assert samples(families, "expert_imbalance_ratio", "layers") == {"mean": 1.25, "worst": 3.0}
+    assert samples(families, "process_resident_bytes", "worker")["w"] > 1 << 20
     assert samples(families, "cache_hit_tokens_total", "tier") == {"l1": 50, "l2": 30, "l3": 20, "healed": 7}
     assert samples(families, "host_pool_pages", "pool", "state")["window", "pinned"] == 3
     assert samples(families, "copied_pages_total", "direction", "pool") == {
@@ -169,8 +210,46 @@ def test_pages_by_state_evictions_and_a_text_for_every_counter() -> None:
     assert samples(families, "prefetches_total", "outcome")["hit"] == 61
     assert {counter.name for counter in told().labelled} == LABELLED_TEXTS.keys()
     for name, text in LABELLED_TEXTS.items():
-        assert families[f"mimo_worker_{name}"].documentation == text
+        assert families[f"mimo_worker_{name.removesuffix('_total')}"].documentation == text
     names = asdict(Counters()).keys() | told().counters.keys()
     assert names == COUNTER_TEXTS.keys()
     for name in names:
-        assert families[f"mimo_worker_{name}"].documentation == COUNTER_TEXTS[name]
+        shown = COUNTER_TEXTS[name]
+        family = families[f"mimo_worker_{shown.name}"]
+        assert (family.documentation, family.type) == (shown.text, "gauge" if shown.is_gauge else "counter")
+    assert {counts.name for counts in told().histograms} == HISTOGRAM_TEXTS.keys()
+
+
+def test_steps_are_measured_by_what_they_compute() -> None:
+    histograms = {(counts.name, counts.labels.get("kind", "")): counts for counts in told().histograms}
+    assert histograms["step_seconds", "mixed"].total == 0.015
+    assert histograms["step_seconds", "import"].total == 7.0
+    batch, tokens = histograms["step_sequences", ""], histograms["step_tokens", ""]
+    # A step that computes nothing has no batch.
+    assert (sum(batch.counts), batch.total) == (1, 2)
+    assert (sum(tokens.counts), tokens.total) == (1, 41)
+
+
+def test_histograms_are_shown_cumulative() -> None:
+    lines = set(shown_text().splitlines())
+    for line in (
+        "# TYPE mimo_worker_step_seconds histogram",
+        'mimo_worker_step_seconds_bucket{kind="mixed",le="0.01",worker="w"} 0.0',
+        'mimo_worker_step_seconds_bucket{kind="mixed",le="0.02",worker="w"} 1.0',
+        'mimo_worker_step_seconds_bucket{kind="mixed",le="+Inf",worker="w"} 1.0',
+        'mimo_worker_step_seconds_bucket{kind="import",le="5.0",worker="w"} 0.0',
+        'mimo_worker_step_seconds_count{kind="import",worker="w"} 1.0',
+        'mimo_worker_step_seconds_sum{kind="import",worker="w"} 7.0',
+        'mimo_worker_step_sequences_bucket{le="2.0",worker="w"} 1.0',
+    ):
+        assert line in lines
+
+
+def test_time_between_tokens_is_counted_by_token() -> None:
+    metrics = GatewayMetrics(fleet=empty_fleet(), encoder_infos=dict)
+    # Three tokens of one step came together.
+    metrics.spaced(0.03, 3)
+    lines = set(metrics.text().decode().splitlines())
+    assert 'mimo_gateway_inter_token_seconds_bucket{le="0.01"} 3.0' in lines
+    assert 'mimo_gateway_inter_token_seconds_bucket{le="0.005"} 0.0' in lines
+    assert not any("_created" in line for line in lines)
