@@ -39,3 +39,10 @@ def quoted(text: str) -> str:
     from preprocess.ranges import printable
 
     return escape(printable(text))
+
+
+def printable_line(text: str) -> str:
+    """Text from elsewhere in one line that a terminal shows and does not obey."""
+    from preprocess.ranges import printable
+
+    return printable(" ".join(text.split()))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from epd.gateway.health import StageHealth, encoder_health, serving_health, worker_health
     from epd.gateway.process import fetch_limits, run_gateway
     from epd.gateway.render import Renderer
+    from epd.kernels.native import kernel_states
     from epd.kv.copies import InstantMover
     from epd.kv.dual import DualPool
     from epd.kv.errors import NoPages, PoolTooSmall
@@ -75,6 +76,7 @@ __all__ = [
     "heal_cost",
     "import_gguf",
     "inspect_checkpoint",
+    "kernel_states",
     "local_store_reports",
     "make_policy",
     "open_store",
@@ -130,6 +132,7 @@ _HOMES = {
     "heal_cost": "epd.engine.heal_cost",
     "import_gguf": "epd.model.gguf.checkpoint",
     "inspect_checkpoint": "epd.model.checkpoint",
+    "kernel_states": "epd.kernels.native",
     "local_store_reports": "epd.cache.l3.local_report",
     "make_policy": "epd.cache.victims",
     "open_store": "epd.cache.l3.open",

@@ -28,15 +28,55 @@ _MAX_SHOWN = 500
 _HUGE_PAGE_BYTES = 2 << 20
 
 
+NO_COMPILER = "there is no C++ compiler (c++, g++ or what CXX names)"
+NOT_YET = "not compiled yet: the first start does, which takes half a minute"
+
+
+def _compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
+
+
 def load_library(source: Path) -> ctypes.CDLL | str:
     """The library of a source file, or the reason why there is none. Compiling takes seconds where nobody has."""
-    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
+    compiler = _compiler()
     if compiler is None:
-        return "there is no C++ compiler (c++, g++ or what CXX names)"
+        return NO_COMPILER
     try:
         return ctypes.CDLL(str(_built(compiler, source)))
     except (OSError, subprocess.SubprocessError) as error:
         return f"the kernel could not be built with {compiler}: {_what_failed(error)}"
+
+
+def kernel_states() -> dict[str, str | None]:
+    """Every source here, by name: None where its library is compiled and loads, else why not. Compiles none of them: of
+    one that nobody has needed yet a few lines are, to see that the compiler works. Leaves nothing behind."""
+    # Libraries find their OpenMP runtime among what is loaded.
+    import torch  # noqa: F401
+
+    states: dict[str, str | None] = {}
+    compiler = _compiler()
+    for source in sorted(Path(__file__).parent.glob("*.cpp")):
+        if compiler is None:
+            states[source.stem] = NO_COMPILER
+            continue
+        try:
+            library = _library_path(compiler, source)
+            if library.exists():
+                ctypes.CDLL(str(library))
+                states[source.stem] = None
+            else:
+                _try_compiler(compiler)
+                states[source.stem] = NOT_YET
+        except (OSError, subprocess.SubprocessError) as error:
+            states[source.stem] = f"the kernel could not be built with {compiler}: {_what_failed(error)}"
+    return states
+
+
+def _try_compiler(compiler: str) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch) / "probe.cpp"
+        source.write_text("#include <vector>\nextern \"C\" int probe() { return std::vector<int>(3).size(); }\n")
+        ctypes.CDLL(str(_compile(compiler, source, Path(scratch))))
 
 
 def _what_failed(error: OSError | subprocess.SubprocessError) -> str:
@@ -67,15 +107,10 @@ def prefer_huge_pages(address: int, size_bytes: int) -> bool:
 
 def _built(compiler: str, source: Path) -> Path:
     """The compiled library, from this user's cache or, where there is no place for one, from a directory of its own."""
-    version = _output(compiler, "--version")
-    headers = (header.read_text() for header in sorted(source.parent.glob("*.h")))
-    identity = "\0".join((source.read_text(), *headers, version, _processor(), *_FLAGS))
-    name = f"{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
-    chosen, root = os.environ.get("MIMO_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
-    cache_dir = Path(chosen).expanduser() if chosen else (Path(root) if root else Path.home() / ".cache") / "mimo-epd"
+    library = _library_path(compiler, source)
+    cache_dir = library.parent
     try:
         cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        library = cache_dir / name
         # The workers of a deployment start together: one compiles, the others wait for it.
         with (cache_dir / f"{source.stem}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -87,6 +122,17 @@ def _built(compiler: str, source: Path) -> Path:
         return library
     except (PermissionError, FileNotFoundError, NotADirectoryError):
         return _compile(compiler, source, Path(tempfile.mkdtemp(prefix="mimo-epd-")))
+
+
+def _library_path(compiler: str, source: Path) -> Path:
+    """Where the library is once it is compiled."""
+    version = _output(compiler, "--version")
+    headers = (header.read_text() for header in sorted(source.parent.glob("*.h")))
+    identity = "\0".join((source.read_text(), *headers, version, _processor(), *_FLAGS))
+    name = f"{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
+    chosen, root = os.environ.get("MIMO_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    cache_dir = Path(chosen).expanduser() if chosen else (Path(root) if root else Path.home() / ".cache") / "mimo-epd"
+    return cache_dir / name
 
 
 def _compile(compiler: str, source: Path, directory: Path) -> Path:
