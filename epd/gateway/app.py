@@ -11,10 +11,15 @@ from epd.gateway.admission import Admission
 from epd.gateway.body import BodyReader
 from epd.gateway.chat import ChatService
 from epd.gateway.completions import ChatCompletions
+from epd.gateway.completions_text import TextCompletions
 from epd.gateway.connection import ApiServer
 from epd.gateway.edge import Edge
+from epd.gateway.encode_routes import Encode
 from epd.gateway.exchange import Exchange
+from epd.gateway.files_routes import Files, file_store
+from epd.gateway.library import Libraries
 from epd.gateway.media import Encoder, MediaFetcher, MediaStage
+from epd.gateway.media_shelf import MediaShelf
 from epd.gateway.metrics import GatewayMetrics
 from epd.gateway.openapi import Document
 from epd.gateway.operations import ApiPart, Operation, add_routes
@@ -23,6 +28,8 @@ from epd.gateway.pipeline import Pipeline
 from epd.gateway.recent import RecentRequests
 from epd.gateway.render import Renderer
 from epd.gateway.status import Status
+from epd.gateway.text import TextService
+from epd.gateway.tokenize import TokenizerRoutes
 from epd.router.workers import Fleet
 from epd.transport.base import Channel
 
@@ -61,16 +68,25 @@ def create_app(
     admission = Admission(
         max_inflight=config.max_inflight, timeout_s=config.request_timeout_s, on_change=metrics.inflight.set
     )
-    media = MediaStage(
-        fetcher=fetcher,
-        encoder=encoder,
-        processor=renderer.processor,
-        clock=clock,
+
+    def patience_s() -> float:
         # A gateway that stops waits for nobody: what is down then stays down.
-        patience_s=lambda: 0.0 if admission.draining else config.restart_wait_s,
+        return 0.0 if admission.draining else config.restart_wait_s
+
+    media = MediaStage(
+        fetcher=fetcher, encoder=encoder, processor=renderer.processor, clock=clock, patience_s=patience_s
     )
+    files = file_store(config, unix_clock=unix_clock)
+    libraries = Libraries(files=files, shelf=MediaShelf(config.media_shelf_bytes), max_bytes=config.fetch.max_bytes)
     chat = ChatService(
-        config=config, renderer=renderer, media=media, fleet=fleet, metrics=metrics, clock=clock, unix_clock=unix_clock
+        config=config,
+        renderer=renderer,
+        media=media,
+        libraries=libraries,
+        fleet=fleet,
+        metrics=metrics,
+        clock=clock,
+        unix_clock=unix_clock,
     )
     recent = RecentRequests()
     bodies = BodyReader(max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
@@ -84,6 +100,8 @@ def create_app(
     )
     parts: list[ApiPart] = [
         ChatCompletions(exchange, chat=chat),
+        TextCompletions(exchange, text=TextService(chat=chat)),
+        TokenizerRoutes(config, chat=chat, admission=admission, bodies=bodies),
         Status(config, chat=chat, fleet=fleet, encoder=encoder, metrics=metrics, admission=admission),
         Pipeline(
             config,
@@ -95,7 +113,20 @@ def create_app(
             unix_clock=unix_clock,
         ),
         PageFiles(),
+        Encode(
+            config,
+            fetcher=fetcher,
+            encoder=encoder,
+            processor=renderer.processor,
+            libraries=libraries,
+            admission=admission,
+            patience_s=patience_s,
+            unix_clock=unix_clock,
+        ),
     ]
+    file_routes = None if files is None else Files(config, store=files, admission=admission)
+    if file_routes is not None:
+        parts.append(file_routes)
     parts.append(Document(config, operations=lambda: operations))
     operations = [operation for part in parts for operation in part.operations()]
     app = web.Application(middlewares=[Edge(config, metrics=metrics, operations=operations).around])
@@ -110,6 +141,8 @@ def create_app(
         await fleet.stop()
 
     app.cleanup_ctx.append(run_stages)
+    if file_routes is not None:
+        app.cleanup_ctx.append(file_routes.run)
     return app
 
 

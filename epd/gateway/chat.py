@@ -21,13 +21,13 @@ from epd.gateway.account import Account
 from epd.gateway.answer import AnswerParser, Piece, joined
 from epd.gateway.choice import ChoiceRun, Choices, answer_of
 from epd.gateway.conversation import Conversation, read_conversation
-from epd.gateway.detokenize import AnswerText
 from epd.gateway.generation import Tokens
+from epd.gateway.library import Libraries
 from epd.gateway.media import MediaSet, MediaStage
 from epd.gateway.metrics import GatewayMetrics
 from epd.gateway.render import AssembledPrompt, Prompt, Renderer, context_words
 from epd.gateway.reply import AnswerEvent, AnswerPart, finish_reason
-from epd.gateway.sampling import sampling_of_choices
+from epd.gateway.sampling import answer_text, sampling_of_choices
 from epd.gateway.schema import ChatBody
 from epd.gateway.session import session_of
 from epd.gateway.toolcalls import ToolCall
@@ -44,6 +44,7 @@ class ChatService:
     config: GatewayConfig
     renderer: Renderer
     media: MediaStage
+    libraries: Libraries
     fleet: Fleet
     metrics: GatewayMetrics
     clock: Callable[[], float]
@@ -55,7 +56,7 @@ class ChatService:
         deadline_unix_s = account.arrival_unix_s + self.config.request_timeout_s
         # On a thread: a long text takes the tokenizer a while, a hostile template all of its budget.
         with account.measured("gateway", "render"):
-            conversation, prompt, session = await asyncio.to_thread(self._render, body)
+            conversation, prompt, session = await asyncio.to_thread(self._render, body, account.owner)
         self._check_length(prompt)
         async with self.media.open(conversation.media, deadline_unix_s=deadline_unix_s, account=account) as media:
             self._count_media(conversation, account.started_s)
@@ -75,6 +76,7 @@ class ChatService:
                 metrics=self.metrics,
                 num_media_tokens=assembled.num_media_tokens,
                 warnings=warnings,
+                media=media.told if conversation.tells_media else (),
             )
             async with aclosing(answer) as events:
                 async for event in events:
@@ -123,8 +125,8 @@ class ChatService:
         told = "\0".join([self.config.model_name, *workers])
         return f"fp_{xxh3_64_hexdigest(told.encode())[:12]}"
 
-    def _render(self, body: ChatBody) -> tuple[Conversation, Prompt, str]:
-        conversation = read_conversation(body, self.renderer.vocabulary.guard)
+    def _render(self, body: ChatBody, owner: str) -> tuple[Conversation, Prompt, str]:
+        conversation = read_conversation(body, self.renderer.vocabulary.guard, self.libraries.of(owner))
         return conversation, self.renderer.render(conversation), session_of(body)
 
     def _check_length(self, prompt: Prompt) -> None:
@@ -158,19 +160,11 @@ class AnswerReader:
     """Tokens of one choice to its parts, in order; see `ChoiceReader`."""
 
     def __init__(self, *, renderer: Renderer, body: ChatBody, conversation: Conversation, prompt: Prompt) -> None:
-        self._text = AnswerText(
-            renderer.vocabulary.token_bytes,
-            stops=body.stop_strings,
-            min_tokens=body.min_tokens or 0,
-            shows_stop=body.shows_stop,
-            shows_hidden=body.skip_special_tokens is False,
-        )
-        self._stop_token_ids = frozenset(body.stop_token_ids or ())
+        self._text = answer_text(body, renderer)
         tools: Mapping[str, Mapping[str, Any]] | None = conversation.tool_schemas
         self._parser = AnswerParser(tools=tools, in_reasoning=prompt.opens_reasoning)
         self._single_call = body.parallel_tool_calls is False
         self._has_tool_calls = False
-        self._stop_token_id: int | None = None
         self.num_reasoning_tokens = 0
         self.num_tokens = 0
 
@@ -196,16 +190,11 @@ class AnswerReader:
         return self._part(shown, tokens.logprobs[:num_read])
 
     def rest(self, stop_token_id: int | None) -> AnswerPart | None:
-        tail = ""
-        if stop_token_id is not None and stop_token_id in self._stop_token_ids:
-            self._stop_token_id = stop_token_id
-            tail = self._text.stopped_by(stop_token_id)
-        tail += self._text.close()
+        tail = self._text.close(stop_token_id)
         return self._part(self._seen([*self._parser.push(tail), *self._parser.close()]), ())
 
     def end(self, reason: FinishReason) -> tuple[str, str | int | None]:
-        stop_reason = self._stop_token_id if self._text.matched is None else self._text.matched
-        return finish_reason(reason, has_tool_calls=self._has_tool_calls), stop_reason
+        return finish_reason(reason, has_tool_calls=self._has_tool_calls), self._text.stop_reason
 
     def _seen(self, pieces: list[Piece]) -> list[Piece]:
         """The pieces that belong to the answer: none after the first call where the client wants one at most."""

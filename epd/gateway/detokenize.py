@@ -116,7 +116,7 @@ class AnswerText:
     """Tokens of one answer to the text that can be shown, up to the stop string that ends it.
 
     Stop strings are looked for after the first `min_tokens` tokens, and end the text before them, or behind them with
-    `shows_stop`.
+    `shows_stop`. `stop_token_ids` are the client's own, which workers look for.
     """
 
     def __init__(
@@ -124,20 +124,28 @@ class AnswerText:
         tokens: TokenBytes,
         *,
         stops: tuple[str, ...] = (),
+        stop_token_ids: Collection[int] = (),
         min_tokens: int = 0,
         shows_stop: bool = False,
         shows_hidden: bool = False,
     ) -> None:
         self._detokenizer = Detokenizer(tokens, shows_hidden=shows_hidden)
         self._stops = StopStrings(stops)
+        self._stop_token_ids = frozenset(stop_token_ids)
         self._min_tokens = min_tokens
         self._shows_stop = shows_stop
         self._num_tokens = 0
+        self._stopped_by: int | None = None
 
     @property
     def matched(self) -> str | None:
         """The stop string that ended the answer; nothing more is shown after it."""
         return self._stops.matched
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """What of the client's ended the answer: a stop string or a token."""
+        return self._stopped_by if self.matched is None else self.matched
 
     def push(self, token_id: int) -> str:
         """What can be shown with this token."""
@@ -147,10 +155,11 @@ class AnswerText:
         text = self._stops.push(self._detokenizer.push((token_id,)), is_armed=self._num_tokens > self._min_tokens)
         return text + self.matched if self.matched is not None and self._shows_stop else text
 
-    def stopped_by(self, token_id: int) -> str:
-        """The answer ended with this token of the client's, which is shown like a stop string."""
-        return self._stops.push(self._detokenizer.push((token_id,)), is_armed=False) if self._shows_stop else ""
-
-    def close(self) -> str:
-        """What was held back, at the end of the answer."""
-        return self._stops.push(self._detokenizer.close()) + self._stops.close()
+    def close(self, stop_token_id: int | None = None) -> str:
+        """What was held back, at the end of the answer; `stop_token_id` is the token that ended it, if one did."""
+        tail = ""
+        if stop_token_id is not None and stop_token_id in self._stop_token_ids and self.matched is None:
+            self._stopped_by = stop_token_id
+            if self._shows_stop:
+                tail = self._stops.push(self._detokenizer.push((stop_token_id,)), is_armed=False)
+        return tail + self._stops.push(self._detokenizer.close(), is_armed=False) + self._stops.close()

@@ -67,3 +67,15 @@ CHAT: Mapping[str, Mapping[str, Any]] = {
         "max_tokens": 16,
     },
 }
+
+COMPLETION: Mapping[str, Mapping[str, Any]] = {
+    "text": {"prompt": "Once upon a time", "max_tokens": 8, "n": 2, "seed": 7, "logprobs": 2, "stop": ["."]},
+    "tokens": {"prompt": [[1, 2, 3], [4, 5]], "max_tokens": 4, "echo": True, "stream": True},
+}
+
+TOKENIZE: Mapping[str, Mapping[str, Any]] = {
+    "text": {"prompt": "How many tokens?", "return_token_strs": True},
+    "conversation": {"messages": [{"role": "user", "content": "How many tokens?"}]},
+}
+
+DETOKENIZE: Mapping[str, Mapping[str, Any]] = {"tokens": {"tokens": [1, 2, 3]}}

@@ -32,6 +32,7 @@ from preprocess.tokens import MediaTokenIds, expand
 from preprocess.types import MediaKey, MediaLayout, Modality
 
 _AUDIO_PLACEHOLDER = "<|mimo_audio_start|><|audio_pad|><|mimo_audio_end|>"
+_PADS = ("<|image_pad|>", "<|video_pad|>", "<|audio_pad|>")
 _END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|mimo_audio_eod|>")
 _PLACEHOLDER = re.compile(
     r"<\|vision_start\|>(?:(?P<image>(?:<\|image_pad\|>)+)|(?P<video>(?:<\|video_pad\|>)+))<\|vision_end\|>"
@@ -104,6 +105,9 @@ class Renderer:
         self.max_context_tokens = int(config["max_position_embeddings"])
         # A text-only checkpoint has no processor; media are refused then.
         has_media = isinstance(config.get("processor_config"), Mapping)
+        pads = {vocabulary.special_ids[pad]: pad for pad in _PADS if pad in vocabulary.special_ids}
+        self.placeholder_ids: Mapping[int, str] = pads if has_media else {}
+        """The tokens that stand for rows of media, and how they are spelled."""
         self.processor = ProcessorConfig.from_hf(config) if has_media else None
         self._media_ids = MediaTokenIds.from_hf(config) if has_media else None
 
@@ -228,6 +232,7 @@ def fit_answer(
     default: int,
     max_context_tokens: int,
     model_context_tokens: int | None = None,
+    prompt_param: str = "messages",
 ) -> int:
     """Tokens the answer may have. Raises ContextTooLong when the prompt, or both together, do not fit.
 
@@ -238,7 +243,7 @@ def fit_answer(
     if room < 1:
         raise ContextTooLong(
             f"the prompt has {num_prompt_tokens} tokens; {limit}, answer included",
-            param="messages",
+            param=prompt_param,
         )
     if asked is not None and asked > room:
         raise ContextTooLong(

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from epd.config import GatewayConfig
 from epd.errors import InvalidRequest
+from epd.gateway.detokenize import AnswerText
 from epd.gateway.render import Renderer, fit_answer
 from epd.gateway.schema_sampling import GenerationBody
 from epd.types import SamplingParams
@@ -27,6 +28,7 @@ def sampling_of_choices(
     default_tokens: int,
     num_top_logprobs: int | None,
     max_context_tokens: int,
+    prompt_param: str = "messages",
 ) -> Callable[[int], SamplingParams]:
     """How choice i is drawn: with the seed i after the request's own. Without a seed every request draws one.
 
@@ -40,6 +42,7 @@ def sampling_of_choices(
         default=default_tokens,
         max_context_tokens=max_context_tokens,
         model_context_tokens=renderer.max_context_tokens,
+        prompt_param=prompt_param,
     )
     if (body.min_tokens or 0) > max_tokens:
         raise InvalidRequest(
@@ -63,6 +66,18 @@ def sampling_of_choices(
         )
 
     return of_choice
+
+
+def answer_text(body: GenerationBody, renderer: Renderer) -> AnswerText:
+    """What turns one choice's tokens to text, and stops it where the client says."""
+    return AnswerText(
+        renderer.vocabulary.token_bytes,
+        stops=body.stop_strings,
+        stop_token_ids=body.stop_token_ids or (),
+        min_tokens=body.min_tokens or 0,
+        shows_stop=body.shows_stop,
+        shows_hidden=body.skip_special_tokens is False,
+    )
 
 
 def _check_stop_tokens(body: GenerationBody, renderer: Renderer) -> None:

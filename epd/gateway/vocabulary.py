@@ -46,6 +46,7 @@ class Vocabulary:
         self._plain = _library_tokenizer(
             {**spec, "added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
         )
+        self._before, self._after = _frame(spec, self._plain)
         self.token_bytes = TokenBytes(spec["model"]["vocab"], self.special_ids, hidden=hidden)
         by_length = sorted(self.special_ids, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
@@ -102,9 +103,26 @@ class Vocabulary:
             ids.extend(self.encode_plain(self.unguard(text[at:])))
         return ids
 
+    def framed(self, token_ids: list[int]) -> list[int]:
+        """What the tokenizer itself makes of a text with these ids: some begin texts with a token, or end them."""
+        return [*self._before, *token_ids, *self._after]
+
     def spell(self, token_ids: Sequence[int]) -> bytes:
         """The tokens' own bytes, special ones included."""
         return b"".join(self.token_bytes.spelled(token_id) for token_id in token_ids)
+
+
+def _frame(spec: dict[str, Any], plain: Tokenizer) -> tuple[list[int], list[int]]:
+    """Ids that the tokenizer's post-processor puts before and behind a text."""
+    if not spec.get("post_processor"):
+        return [], []
+    sample = "a"
+    framed = _library_tokenizer({**spec, "truncation": None, "padding": None}).encode(sample).ids
+    ids = plain.encode(sample, add_special_tokens=False).ids
+    starts = [at for at in range(len(framed)) if framed[at : at + len(ids)] == ids]
+    if not starts:
+        raise ValueError("its post_processor changes the tokens of a text; supported: one that adds some around it")
+    return framed[: starts[0]], framed[starts[0] + len(ids) :]
 
 
 def _library_tokenizer(spec: dict[str, Any]) -> Tokenizer:

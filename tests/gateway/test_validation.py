@@ -270,7 +270,7 @@ async def test_large_requests_are_read_and_rendered_off_the_loop(monkeypatch: py
         for name in ("guard", "encode", "encode_plain", "fewest_tokens"):
             monkeypatch.setattr(vocabulary, name, watched(name, getattr(vocabulary, name)))
         monkeypatch.setattr(RENDERER.template, "render", watched("render", RENDERER.template.render))
-        monkeypatch.setattr("epd.gateway.completions.read_body", watched("read", read_body))
+        monkeypatch.setattr("epd.gateway.exchange.read_body", watched("read", read_body))
         answers = await asyncio.gather(*(stack.ask("word " * 14_000) for _ in range(4)))
         assert {status for status, _, _ in answers} == {400}
         assert not on_loop
