@@ -1,8 +1,10 @@
 """What all shapes of untrusted bodies have in common. Unknown fields are errors at every level."""
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 TAG = "~"
 """Begins the elements that pydantic adds to a location for a union; they name no field of the body."""
@@ -19,8 +21,45 @@ class Conflict(ValueError):
         self.param = param
 
 
+def _exact(schema: Any) -> Any:
+    """A core schema in which literal booleans and numbers take values of their own kind only."""
+    if isinstance(schema, list | tuple):
+        return type(schema)(_exact(item) for item in schema)
+    if not isinstance(schema, dict):
+        return schema
+    kind = schema.get("type")
+    if kind == "function-before" and isinstance(schema["function"]["function"], _SameKind):
+        return schema
+    if kind != "literal":
+        return {key: value if key == "metadata" else _exact(value) for key, value in schema.items()}
+    if all(isinstance(value, str) for value in schema["expected"]):
+        return schema
+    return core_schema.no_info_before_validator_function(_SameKind(schema["expected"]), schema)
+
+
+class _SameKind:
+    """Refuses booleans where none is expected, and all else where nothing but booleans are."""
+
+    def __init__(self, expected: Sequence[object]) -> None:
+        self._expected = " or ".join(repr(value) for value in expected)
+        self._takes_booleans = any(isinstance(value, bool) for value in expected)
+        self._takes_others = not all(isinstance(value, bool) for value in expected)
+
+    def __call__(self, value: object) -> object:
+        if not (self._takes_booleans if isinstance(value, bool) else self._takes_others):
+            raise PydanticKnownError("literal_error", {"expected": self._expected})
+        return value
+
+
 class Shape(BaseModel):
+    """Base of every shape. Where only one value is allowed, what Python calls equal to it is not: false is no 0."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema: CoreSchema = _exact(handler(source))
+        return schema
 
 
 def content_kind(value: object) -> str:

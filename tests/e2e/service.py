@@ -95,6 +95,9 @@ class Service:
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
+            stat = Path(f"/proc/{self.pid}/stat")
+            if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+                raise AssertionError(f"ended before it was ready:\n{self.log_path.read_text()[-6000:]}")
             try:
                 if self.get("/ready").status == 200:
                     return

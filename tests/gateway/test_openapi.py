@@ -8,6 +8,7 @@ from aiohttp import web
 from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
 
 from epd.gateway.answer_shapes import ChatCompletion
+from epd.gateway.examples import PICTURE
 from epd.gateway.openapi import document
 from epd.gateway.operations import ERRORS, Answer, FormBody, Operation, Parameter
 from epd.gateway_config import GatewayConfig
@@ -159,6 +160,7 @@ async def test_answers_are_held_to_the_document() -> None:
 
 async def test_the_examples_of_the_document_work() -> None:
     async with running_gateway(says("ok")) as stack:
+        stack.fetcher.contents[PICTURE] = b"picture"
         paths = (await (await stack.session.get("/openapi.json")).json())["paths"]
         num_examples = 0
         for path, methods in paths.items():
@@ -168,3 +170,20 @@ async def test_the_examples_of_the_document_work() -> None:
                     assert response.status == 200, (path, name, await response.text())
                     num_examples += 1
     assert num_examples >= 3
+
+
+async def test_values_that_python_calls_equal_are_no_values_of_a_schema() -> None:
+    """Where only false is allowed 0 is not, and where only 0 or 1 is, false and true are not."""
+    async with running_gateway(says("ok")) as stack:
+        properties = (await (await stack.session.get("/openapi.json")).json())["components"]["schemas"]["ChatBody"]
+        tried = 0
+        for name, schema in properties["properties"].items():
+            only = [option["const"] for option in schema.get("anyOf", ()) if "const" in option]
+            for value in only:
+                wrong = int(value) if isinstance(value, bool) else bool(value)
+                status, body, _ = await stack.ask(**{name: wrong})
+                assert (status, body["error"]["param"]) == (400, name)
+                assert json.dumps(value) in body["error"]["message"]
+                assert (await stack.ask(**{name: value}))[0] == 200
+                tried += 1
+        assert tried >= 5
