@@ -31,11 +31,9 @@ _FILMS: Final[Mapping[str, tuple[str, str]]] = {
     "MP4 H.264": ("mp4", "libx264"),
     "MP4 HEVC": ("mp4", "libx265"),
     "WebM VP9": ("webm", "libvpx-vp9"),
-    # Not libsvtav1, which makes its process a real-time one.
-    "MKV AV1": ("matroska", "libaom-av1"),
+    "MKV AV1": ("matroska", "libsvtav1"),
     "MPEG-4": ("mp4", "mpeg4"),
 }
-_OPTIONS: Final[Mapping[str, dict[str, str]]] = {"libaom-av1": {"cpu-used": "8"}}
 _FILM_SOUNDS: Final[Mapping[str, tuple[str, str]]] = {"M4A AAC": ("mp4", "aac")}
 
 
@@ -63,7 +61,9 @@ def _all_modalities(config: ProcessorConfig, sounds: Mapping[str, Callable[[], b
 
 @contextmanager
 def _silenced() -> Iterator[None]:
-    """Encoders of samples tell their life on standard error, whatever they are asked."""
+    """Encoders of samples tell their life on standard error, whatever they are asked, and libsvtav1 makes its process
+    a real-time one."""
+    policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -73,6 +73,7 @@ def _silenced() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
+        os.sched_setscheduler(0, policy, parameters)
 
 
 def _decoded(
@@ -145,7 +146,6 @@ def _film(container: str, codec: str) -> Callable[[], bytes]:
                 stream: Any = output.add_stream(codec, rate=2)
                 stream.width = stream.height = _SIDE
                 stream.pix_fmt = "yuv420p"
-                stream.options = _OPTIONS.get(codec, {})
                 for index in range(_NUM_FRAMES):
                     output.mux(stream.encode(av.VideoFrame.from_ndarray(_pixels(index), format="rgb24")))
                 output.mux(stream.encode())
