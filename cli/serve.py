@@ -31,7 +31,6 @@ from cli.processes import (
     until_ready,
 )
 from cli.runtime import run_directory
-from cli.serve_role import serve_role
 from cli.stage import FrontStage, Stage
 from cli.supervisor import StageFailed, StageRefused
 from cli.terminal import quoted
@@ -196,6 +195,9 @@ def serve(
                 asyncio.run(_serve_encoder(resolved))
                 return
             if isinstance(resolved, RoleDeployment):
+                # Only here: the command line is completed without it.
+                from cli.serve_role import serve_role
+
                 serve_role(resolved)
                 return
             check_deployment(resolved)
