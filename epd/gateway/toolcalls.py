@@ -245,7 +245,7 @@ def _kinds(schema: object, root: Mapping[str, Any], followed: set[str]) -> list[
     found = [_ALIASES.get(kind, kind) for kind in _strings(schema.get("type"))]
     if not found and isinstance(reference := schema.get("$ref"), str) and reference not in followed:
         followed.add(reference)
-        found = _kinds(_resolve(reference, root), root, followed)
+        found = _kinds(resolve(reference, root), root, followed)
     for word in ("anyOf", "oneOf"):
         found = found or [kind for option in _list(schema.get(word)) for kind in _kinds(option, root, followed)]
     found = found or next(filter(None, (_kinds(option, root, followed) for option in _list(schema.get("allOf")))), [])
@@ -257,7 +257,7 @@ def _kinds(schema: object, root: Mapping[str, Any], followed: set[str]) -> list[
     return [*found, "null"] if found and schema.get("nullable") is True else found
 
 
-def _resolve(reference: str, root: Mapping[str, Any]) -> object:
+def resolve(reference: str, root: Mapping[str, Any]) -> object:
     """What a JSON pointer such as `#/$defs/Point` leads to; None for anything else."""
     if not reference.startswith("#"):
         return None
