@@ -6,6 +6,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 
 from aiohttp import web
 
+from encoder.tracing_web import trace_requests
 from epd.config import GatewayConfig
 from epd.gateway.admission import Admission
 from epd.gateway.body import BodyReader
@@ -25,11 +26,13 @@ from epd.gateway.openapi import Document
 from epd.gateway.operations import ApiPart, Operation, add_routes
 from epd.gateway.page_files import PageFiles
 from epd.gateway.pipeline import Pipeline
+from epd.gateway.receipt import Receipt
 from epd.gateway.recent import RecentRequests
 from epd.gateway.render import Renderer
 from epd.gateway.status import Status
 from epd.gateway.text import TextService
 from epd.gateway.tokenize import TokenizerRoutes
+from epd.gateway.traces import trace_receipt
 from epd.router.workers import Fleet
 from epd.transport.base import Channel
 
@@ -90,13 +93,18 @@ def create_app(
     )
     recent = RecentRequests()
     bodies = BodyReader(max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
+
+    def tell_end(receipt: Receipt, owner: str) -> None:
+        recent.add(receipt, owner=owner)
+        trace_receipt(receipt)
+
     exchange = Exchange(
         config=config,
         admission=admission,
         bodies=bodies,
         clock=clock,
         unix_clock=unix_clock,
-        on_end=lambda receipt, owner: recent.add(receipt, owner=owner),
+        on_end=tell_end,
     )
     parts: list[ApiPart] = [
         ChatCompletions(exchange, chat=chat),
@@ -129,7 +137,8 @@ def create_app(
         parts.append(file_routes)
     parts.append(Document(config, operations=lambda: operations))
     operations = [operation for part in parts for operation in part.operations()]
-    app = web.Application(middlewares=[Edge(config, metrics=metrics, operations=operations).around])
+    edge = Edge(config, metrics=metrics, operations=operations)
+    app = web.Application(middlewares=[trace_requests, edge.around])
     app[OPERATIONS] = tuple(operations)
     add_routes(app, operations)
     app[_DRAIN] = Drain(config, fleet=fleet, admission=admission)

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from aiohttp import web
 
+from encoder.tracing_web import note_problem
 from epd.config import GatewayConfig
 from epd.errors import InvalidApiKey, ServeError
 from epd.gateway.metrics import GatewayMetrics
@@ -93,6 +94,7 @@ def _request_id(request: web.Request) -> str:
 async def _refuse(request: web.Request, problem: Problem) -> web.StreamResponse:
     """Tell the client: as the whole answer, or as the last event of a stream that has begun."""
     stream: EventStream | None = request.get(STREAM)
+    note_problem(problem.code, problem.status, problem.message)
     begun = None if stream is None else stream.response
     if stream is None or begun is None:
         return _answer(problem)

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 
 import msgspec
 
+from encoder.tracing import Carrier, Span
 from encoder.types import EmbeddingRef
 from epd.errors import StageUnavailable
 from epd.gateway.account import Account, AttemptTimes
 from epd.gateway.problems import Problem, Refused
+from epd.gateway.traces import attempt_span
 from epd.router.attempts import Attempt, Lost
 from epd.router.workers import Fleet
 from epd.types import Finish, FinishReason, GenerateRequest, TokenDelta, TokenLogprob, Usage
@@ -114,6 +116,7 @@ class Generation:
         last attempt. Closing the iterator early aborts the request at the workers."""
         embeddings = self._base.embeddings
         failure = "no attempt was made"
+        before: Carrier | None = None
         for number in range(1, self._max_attempts + 1):
             self.num_attempts = number
             if self._account is not None:
@@ -121,49 +124,58 @@ class Generation:
             if number > 1:
                 logger.info("request %s: attempt %d, because %s", self._base.request_id, number, failure)
                 embeddings = await self._refresh_embeddings()
-            request = self._request(number, embeddings)
-            times = AttemptTimes(dispatched_s=self._clock())
-            attempt: Attempt | None = None
-            try:
-                attempt = await self._fleet.submit(
-                    request, give_up_s=self._clock() + self._restart_wait_s, avoid=self._avoid
-                )
-                async with aclosing(self._follow(attempt, request.num_emitted, times)) as events:
+            with attempt_span(self._base, number, item=self._item, after=before, because=failure) as traced:
+                before = traced.carrier
+                async with aclosing(self._attempt(self._request(number, embeddings, traced))) as events:
                     async for event in events:
-                        match event:
-                            case Tokens():
-                                if len(self._emitted) == request.num_emitted:
-                                    self._release_embeddings()
-                                self._emitted.extend(event.token_ids)
-                                yield event
-                            case Finish():
-                                yield self._end(event, request.num_emitted)
-                                return
-                            case _Failed():
-                                failure = event.reason
-                                self._avoid |= {event.worker} if event.worker is not None else set()
-            finally:
-                if attempt is not None:
-                    self._fleet.close(attempt)
-                if self._account is not None:
-                    times.enter(self._account, self._clock(), item=self._item)
+                        if isinstance(event, _Failed):
+                            failure = event.reason
+                            self._avoid |= {event.worker} if event.worker is not None else set()
+                            traced.fail("attempt_failed", failure)
+                            continue
+                        yield event
+                        if isinstance(event, End):
+                            return
             if len(self._emitted) >= self._base.sampling.max_tokens:
                 # Everything had arrived; only the Finish was lost.
                 yield End(FinishReason.LENGTH, self.usage_so_far(len(self._emitted)))
                 return
         raise StageUnavailable(f"gave up after {self._max_attempts} attempts; the last failed: {failure}")
 
+    async def _attempt(self, request: GenerateRequest) -> AsyncGenerator[Tokens | End | _Failed, None]:
+        """One attempt: its tokens, then an End or why another one may succeed. Raises as `run` does."""
+        times = AttemptTimes(dispatched_s=self._clock())
+        attempt: Attempt | None = None
+        try:
+            attempt = await self._fleet.submit(
+                request, give_up_s=self._clock() + self._restart_wait_s, avoid=self._avoid
+            )
+            async with aclosing(self._follow(attempt, request.num_emitted, times)) as events:
+                async for event in events:
+                    if isinstance(event, Tokens):
+                        if len(self._emitted) == request.num_emitted:
+                            self._release_embeddings()
+                        self._emitted.extend(event.token_ids)
+                    yield self._end(event, request.num_emitted) if isinstance(event, Finish) else event
+        finally:
+            if attempt is not None:
+                self._fleet.close(attempt)
+            if self._account is not None:
+                times.enter(self._account, self._clock(), item=self._item)
+
     def usage_so_far(self, num_tokens: int) -> Usage:
         """Of an answer that is ended here after `num_tokens`, before its worker has ended it."""
         return self._usage(num_tokens, self._found or Usage(prompt_tokens=0, completion_tokens=0))
 
-    def _request(self, number: int, embeddings: tuple[EmbeddingRef, ...]) -> GenerateRequest:
+    def _request(self, number: int, embeddings: tuple[EmbeddingRef, ...], traced: Span) -> GenerateRequest:
         return msgspec.structs.replace(
             self._base,
             request_id=f"{self._base.request_id}#{number}",
             token_ids=(*self._base.token_ids, *self._emitted),
             embeddings=embeddings,
             num_emitted=len(self._emitted),
+            traceparent=traced.carrier.traceparent,
+            tracestate=traced.carrier.tracestate,
         )
 
     async def _follow(
