@@ -20,6 +20,7 @@ from cli.orphan import follow_parent
 from encoder import FrontConfig, SglangConfig
 from encoder.cluster import ClusterKeys
 from encoder.config import EncoderConfig
+from encoder.tracing import exporting
 from epd.config import EngineConfig, GatewayConfig
 
 _PR_SET_PDEATHSIG = 1
@@ -178,7 +179,9 @@ def main() -> None:
         die_with_parent(arguments.parent)
     follow_parent(arguments.parent, is_head=is_head, directory=directory, drain_s=arguments.drain_s)
     log_to_stderr(arguments.name)
-    run(read_settings(arguments.stage, arguments.settings))
+    settings = read_settings(arguments.stage, arguments.settings)
+    with exporting(arguments.stage, arguments.name):
+        run(settings)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from cli.load import ConfigError, ServeConfig
 from encoder import MemoryLink, open_server
 from encoder.client import EncoderClient
 from encoder.errors import EncoderError
+from encoder.tracing import exporting
 from epd import REFUSALS, EngineThread, MemoryNetwork, Renderer, create_app, fetch_limits, start_gateway
 from preprocess.fetch import Fetcher
 
@@ -66,6 +67,7 @@ async def unified_server(config: ServeConfig) -> AsyncIterator[int]:
 
 async def serve_unified(config: ServeConfig, stop: asyncio.Event, *, on_ready: Callable[[], Awaitable[None]]) -> None:
     """Serve until `stop` is set."""
-    async with unified_server(config):
-        await on_ready()
-        await stop.wait()
+    with exporting("unified", "unified"):
+        async with unified_server(config):
+            await on_ready()
+            await stop.wait()
