@@ -52,6 +52,10 @@ _HEADERS: Mapping[str, Any] = {
 }
 
 
+# Of answers that have no shape; all others are text or bytes.
+_OTHER_BODIES: Mapping[str, Any] = {"application/json": {"type": "object"}, "*/*": {}}
+
+
 class Document:
     """The operation that serves the document, which describes it as well."""
 
@@ -117,7 +121,10 @@ def _operation(operation: Operation, config: GatewayConfig) -> dict[str, Any]:
     answers = {str(status): _answer(answer, status) for status, answer in operation.responses.items()}
     for status in operation.error_statuses:
         if status != 401 or config.api_keys:
-            answers[str(status)] = {"$ref": f"#/components/responses/Error{status}"}
+            own = operation.error_shape
+            answers[str(status)] = (
+                {"$ref": f"#/components/responses/Error{status}"} if own is None else _error(status, own)
+            )
     written: dict[str, Any] = {
         "operationId": operation.handler.__name__,
         "tags": [operation.tag],
@@ -129,9 +136,9 @@ def _operation(operation: Operation, config: GatewayConfig) -> dict[str, Any]:
     if parameters := _parameters(operation, config):
         written["parameters"] = parameters
     if operation.request is not None:
-        content = _request(operation.request)
-        for body in content.values() if operation.examples else ():
-            body["examples"] = {
+        content = _request(operation.request) | (_request(operation.form) if operation.form else {})
+        if operation.examples:
+            content["application/json"]["examples"] = {
                 name: {"value": {"model": config.model_name, **example}} for name, example in operation.examples.items()
             }
         written["requestBody"] = {"required": True, "content": content}
@@ -165,11 +172,14 @@ def _parameters(operation: Operation, config: GatewayConfig) -> list[dict[str, A
 def _request(request: type[BaseModel] | FormBody) -> dict[str, Any]:
     if not isinstance(request, FormBody):
         return {"application/json": {"schema": _reference(request)}}
+    # Fields of forms are texts: no shape refers to another one.
     form = request.shape.model_json_schema(ref_template=_REF, schema_generator=_Generator)
     file = {"type": "string", "format": "binary", "contentMediaType": "application/octet-stream"}
     form["properties"] = {**dict.fromkeys(request.files, file), **form.get("properties", {})}
-    form["required"] = [*request.files, *form.get("required", ())]
-    form.pop("$defs", None)
+    if request.is_any:
+        form["anyOf"] = [{"required": [name]} for name in request.files]
+    else:
+        form["required"] = [*request.files, *form.get("required", ())]
     return {"multipart/form-data": {"schema": form}}
 
 
@@ -180,8 +190,7 @@ def _answer(answer: Answer, status: int) -> dict[str, Any]:
     if answer.events is not None:
         content["text/event-stream"] = {"schema": _event(answer.events)}
     if answer.media_type is not None:
-        is_json = answer.media_type == "application/json"
-        content[answer.media_type] = {"schema": {"type": "object"} if is_json else {"type": "string"}}
+        content[answer.media_type] = {"schema": _OTHER_BODIES.get(answer.media_type, {"type": "string"})}
     written: dict[str, Any] = {"description": answer.description, "headers": _headers(status)}
     return {**written, "content": content} if content else written
 
@@ -205,8 +214,8 @@ def _event(shape: type[BaseModel]) -> dict[str, Any]:
     }
 
 
-def _error(status: int) -> dict[str, Any]:
-    content = {"application/json": {"schema": _reference(Error)}}
+def _error(status: int, shape: type[BaseModel] = Error) -> dict[str, Any]:
+    content = {"application/json": {"schema": _reference(shape)}}
     return {"description": ERRORS[status], "headers": _headers(status), "content": content}
 
 
@@ -228,11 +237,10 @@ def _schemas(operations: Iterable[Operation], config: GatewayConfig) -> dict[str
     shapes: dict[type[BaseModel], None] = {Error: None}
     bodies: dict[type[BaseModel], None] = {}
     for operation in operations:
-        if isinstance(operation.request, FormBody):
-            # Its own fields are written where it is used; the shapes in them are named.
-            shapes[operation.request.shape] = None
-        elif operation.request is not None:
+        if operation.request is not None and not isinstance(operation.request, FormBody):
             bodies[operation.request] = None
+        if operation.error_shape is not None:
+            shapes[operation.error_shape] = None
         for answer in operation.responses.values():
             shapes |= dict.fromkeys(shape for shape in (answer.shape, answer.events) if shape is not None)
     inputs = [(shape, "validation") for shape in (*shapes, *bodies)]
@@ -241,7 +249,8 @@ def _schemas(operations: Iterable[Operation], config: GatewayConfig) -> dict[str
     for shape in bodies:
         properties = schemas[shape.__name__]["properties"]
         if "model" in properties:
-            properties["model"] = {"type": "string", "enum": [config.model_name]}
+            may_be_null = {"type": "null"} in properties["model"].get("anyOf", ())
+            properties["model"] = {"enum": [config.model_name, *([None] if may_be_null else [])]}
         if "messages" in properties:
             properties["messages"]["maxItems"] = config.max_messages
     return dict(sorted(schemas.items()))

@@ -55,10 +55,12 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormBody:
-    """A multipart form: `shape` has its text fields, `files` names those that hold a file."""
+    """A multipart form: `shape` has its text fields, `files` names those that hold a file. With `is_any` one of them is
+    enough, else all are required."""
 
     shape: type[BaseModel]
     files: tuple[str, ...] = ("file",)
+    is_any: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +86,14 @@ class Operation:
     summary: str
     description: str = ""
     request: type[BaseModel] | FormBody | None = None
+    form: FormBody | None = None
+    """Where a JSON `request` may come as a form instead."""
     examples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Bodies that work on every server, by name. `model` is left out: the document fills it in."""
     responses: Mapping[int, Answer]
     errors: tuple[int, ...] = ()
+    error_shape: type[BaseModel] | None = None
+    """Where errors may say more than `Error` does."""
     is_open: bool = False
     """No API key is needed."""
     parameters: tuple[Parameter, ...] = ()

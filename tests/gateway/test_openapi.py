@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
 
-from epd.gateway.answer_shapes import ChatCompletion
+from epd.gateway.answer_shapes import ModelCard
 from epd.gateway.examples import PICTURE
 from epd.gateway.openapi import document
 from epd.gateway.operations import ERRORS, Answer, FormBody, Operation, Parameter
@@ -102,7 +102,7 @@ def test_forms_parameters_and_paths_with_patterns() -> None:
         handler=nothing,
         tag="files",
         summary="Keep a file",
-        request=FormBody(shape=ChatCompletion, files=("file",)),
+        request=FormBody(shape=ModelCard, files=("file",)),
         responses={200: Answer(description="Kept", media_type="application/octet-stream")},
         errors=(404, 429),
         parameters=(Parameter(name="limit", where="query", description="At most", schema={"type": "integer"}),),
