@@ -26,7 +26,17 @@ from epd.router.workers import Fleet
 
 _TIERS = ("l1", "l2", "l3", "healed")
 # Of the many counters of a process, those that say how it fares; /metrics has them all.
-_ENCODER_COUNTERS = ("encoded", "hits", "joined", "recalled", "failed", "batches", "batch_jobs", "tower_seconds")
+_ENCODER_COUNTERS = (
+    "encoded",
+    "hits",
+    "joined",
+    "recalled",
+    "failed",
+    "batches",
+    "batch_jobs",
+    "tower_s",
+    "process_resident_bytes",
+)
 _WORKER_COUNTERS = (
     "steps",
     "batched_sequences",
@@ -39,6 +49,7 @@ _WORKER_COUNTERS = (
     "finished",
     "failed",
     "handoff_bytes",
+    "process_resident_bytes",
 )
 
 

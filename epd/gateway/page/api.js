@@ -39,8 +39,7 @@ export async function getJson(path, options = {}) {
 }
 
 /**
- * Streams one chat completion. `onEvent` gets every chunk; resolves to the id of the request when the answer is whole.
- * Rejects with ApiError, or with an AbortError when `signal` says so.
+ * Streams one chat completion. `onEvent` gets every chunk; resolves when the answer is whole. Rejects with ApiError, or with an AbortError when `signal` says so.
  */
 export async function streamChat(body, { signal, onEvent }) {
   const response = await call("/v1/chat/completions", {
@@ -55,7 +54,7 @@ export async function streamChat(body, { signal, onEvent }) {
   for (;;) {
     const { done, value } = await broken(reader.read(), requestId);
     for (const data of done ? parser.close() : parser.push(value)) {
-      if (data === "[DONE]") return requestId;
+      if (data === "[DONE]") return;
       const event = JSON.parse(data);
       if (event.error) throw fromBody(response.status, event, response.headers);
       onEvent(event);

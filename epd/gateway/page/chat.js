@@ -101,9 +101,10 @@ export class Chat {
   #log = byId("log");
   #said = byId("said");
 
-  /** `needKey` asks for an API key and resolves to whether there is one; `onRequest` hears the id of a request. */
-  constructor({ attachments, say, needKey, onRequest, welcome, model }) {
-    Object.assign(this, { attachments, say, needKey, onRequest, welcome, model });
+  /** `needKey` asks for an API key and resolves to whether there is one; `onEnd` hears that a request has ended,
+   *  `showTiming` shows where the time of one went. */
+  constructor({ attachments, say, needKey, onEnd, showTiming, welcome, model }) {
+    Object.assign(this, { attachments, say, needKey, onEnd, showTiming, welcome, model });
     this.clear();
   }
 
@@ -205,11 +206,11 @@ export class Chat {
     this.#running = running;
     this.#showRunning();
     this.say("");
-    const end = { usage: null, reason: null, warnings: [], timings: null };
+    const end = { usage: null, reason: null, warnings: [] };
     let fault = null;
     try {
       const body = { model: this.model(), messages: await this.#messages(), stream: true, stream_options: { include_usage: true }, ...requestFields() };
-      end.requestId = await this.#stream(body, running.signal, view, end);
+      await this.#stream(body, running.signal, view, end);
     } catch (error) {
       fault = error;
     }
@@ -224,6 +225,7 @@ export class Chat {
 
   async #stream(body, signal, view, end) {
     const onEvent = (event) => {
+      end.answerId ??= event.id;
       const [choice] = event.choices ?? [];
       if (choice?.delta) view.take(choice.delta);
       if (choice?.finish_reason) end.reason = choice.finish_reason;
@@ -231,10 +233,10 @@ export class Chat {
       if (event.warnings) end.warnings = event.warnings;
     };
     try {
-      return await streamChat(body, { signal, onEvent });
+      await streamChat(body, { signal, onEvent });
     } catch (error) {
       if (!(error instanceof ApiError) || error.status !== 401 || !(await this.needKey(error.message))) throw error;
-      return streamChat(body, { signal, onEvent });
+      await streamChat(body, { signal, onEvent });
     }
   }
 
@@ -245,10 +247,11 @@ export class Chat {
     if (fault && !stopped) view.after.append(faultNode(fault instanceof ApiError ? fault : new ApiError({ status: 0, code: fault.name, message: fault.message })));
     if (end.warnings.length) view.after.append(el("p.notice.calm", {}, end.warnings.join(" ")));
     if (view.calls.length && !fault) this.#offerResults(turn);
-    if (end.requestId) this.onRequest(end.requestId);
+    this.onEnd();
     const facts = factsOf(view, end, stopped);
     view.facts.append(
       ...(view.content ? [button("Copy", (event) => this.#copy(view.content, event.currentTarget), { "aria-label": "Copy this answer" })] : []),
+      ...(end.answerId ? [button("Timing", () => this.showTiming(end.answerId), { "aria-label": "Where the time of this answer went" })] : []),
       button("Try again", () => this.#again(turn), { "aria-label": "Answer this question again" }),
       ...facts.map((fact) => el("span", {}, fact)));
     if (stopped) this.#said.textContent = "Stopped.";
@@ -291,15 +294,13 @@ export class Chat {
 
   /** Keeps the end in sight for who is there; who reads further up is left alone. */
   #followEnd(always = false) {
-    const node = scroller(this.#log);
-    const left = node.scrollHeight - node.scrollTop - node.clientHeight;
-    if (node === this.#log ? always || left < 140 : always) node.scrollTop = node.scrollHeight;
+    // On a narrow screen the whole page scrolls, and the composer covers its lower end.
+    const isWhole = getComputedStyle(this.#log).overflowY === "visible";
+    const end = this.#turns.at(-1)?.node.getBoundingClientRect().bottom ?? 0;
+    const edge = isWhole ? byId("composer").getBoundingClientRect().top : this.#log.getBoundingClientRect().bottom;
+    const below = end + 12 - edge;
+    if (below > 0 && (always || below < 160)) (isWhole ? window : this.#log).scrollBy(0, below);
   }
-}
-
-/** On a narrow screen the whole page scrolls, and is then moved only by the person. */
-function scroller(log) {
-  return getComputedStyle(log).overflowY === "visible" ? document.scrollingElement : log;
 }
 
 function factsOf(view, end, stopped) {

@@ -83,7 +83,18 @@ const attachments = new Attachments({
     grow(question);
   },
 });
-const chat = new Chat({ attachments, say, needKey, welcome, model: () => model, onRequest: (id) => pipeline.chooseRequest(id) });
+const chat = new Chat({
+  attachments,
+  say,
+  needKey,
+  welcome,
+  model: () => model,
+  onEnd: () => pipeline.hurry(),
+  showTiming: (requestId) => {
+    if (!pipeline.chooseRequest(requestId)) say("The times of this answer are no longer kept.");
+    else if (matchMedia("(max-width: 900px)").matches) byId("waterfall").scrollIntoView({ behavior: "smooth" });
+  },
+});
 const pipeline = new PipelineView({ needKey, onView });
 const microphone = setUpMicrophone({ attachments, say });
 setUpSettings();

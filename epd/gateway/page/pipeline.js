@@ -36,6 +36,7 @@ export class PipelineView {
 
   /** Asks at once: a request has just ended. */
   hurry() {
+    this.early = true;
     this.#turn();
   }
 
@@ -45,10 +46,11 @@ export class PipelineView {
     this.#drawRequests();
   }
 
+  /** Shows the request with that id; false when it is no longer kept. */
   chooseRequest(requestId) {
-    this.#chosen = null;
-    this.expected = requestId;
-    this.hurry();
+    const found = this.#receipts.findLast((receipt) => receipt.request_id === requestId);
+    if (found) this.choose(found.sequence);
+    return found !== undefined;
   }
 
   #turn() {
@@ -121,6 +123,7 @@ export class PipelineView {
     this.#drawStages();
     this.#drawMemory();
     if (fresh || !this.#drawn) this.#drawRequests();
+    this.early = false;
     this.onView(view);
   }
 
@@ -137,7 +140,7 @@ export class PipelineView {
     const nodes = stages.map((stage, index) => {
       const sum = (name) => stage.processes.reduce((total, process) => total + process[name], 0);
       const rate = (counter) => stage.processes.reduce((total, process) => total + (this.#rate(stage.stage, process, counter) ?? 0), 0);
-      const facts = factsOf(stage, rate, sum);
+      const facts = factsOf(stage, rate, sum, this.#view);
       const busy = sum("running") + sum("waiting") > 0 || facts.moving > 0;
       const down = stage.processes.some((process) => !process.ready);
       const name = ["section", "stage", busy && "busy", down && "down"].filter(Boolean).join(".");
@@ -161,7 +164,11 @@ export class PipelineView {
 
   /** What the stage has done over the last minute, as a line. */
   #curve(stage, value) {
-    const values = [...(this.#curves.get(stage) ?? []), value].slice(-CURVE_POINTS);
+    const values = [...(this.#curves.get(stage) ?? [])];
+    // A poll before its time, since a request has ended, makes no point of its own.
+    if (this.early) values.push(Math.max(value, values.pop() ?? 0));
+    else values.push(value);
+    values.splice(0, values.length - CURVE_POINTS);
     this.#curves.set(stage, values);
     const most = Math.max(...values);
     if (!most) return svg("svg", { class: "curve", viewBox: "0 0 118 22", preserveAspectRatio: "none", "aria-hidden": "true" });
@@ -191,9 +198,7 @@ export class PipelineView {
 
   #drawRequests() {
     this.#drawn = "yes";
-    const expected = this.#receipts.find((receipt) => receipt.request_id === this.expected);
-    const shown = this.#receipts.find((receipt) => receipt.sequence === this.#chosen) ?? expected ?? this.#receipts.at(-1);
-    if (this.#receipts.at(-1)?.request_id !== this.expected && this.#chosen === null) this.expected = null;
+    const shown = this.#receipts.find((receipt) => receipt.sequence === this.#chosen) ?? this.#receipts.at(-1);
     byId("follow").hidden = this.#chosen === null;
     const box = byId("waterfall");
     box.replaceChildren(...(shown ? waterfall(shown) : [el("p.empty", {}, "Ask something: every step of the request will stand here, with its time.")]));
@@ -225,34 +230,53 @@ export class PipelineView {
   }
 }
 
-/** What to tell of a stage: one big number, a few lines, and how much moves. */
-function factsOf({ stage, processes }, rate, sum) {
+/** What to tell of a stage: one big number, four lines, and how much moves. */
+function factsOf({ stage, processes }, rate, sum, view) {
   const total = (counter) => processes.reduce((all, process) => all + (process.counters[counter] ?? 0), 0);
-  const waiting = ["waiting", count(sum("waiting"))];
+  const share = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "-");
+  const queue = [["waiting", count(sum("waiting"))], ["running", count(sum("running"))]];
   switch (stage) {
     case "gateway":
-      return { big: [sum("running"), "in flight"], lines: [["answered", count(total("requests"))], ["per second", rate("requests").toFixed(1)]], moving: rate("requests") };
+      return {
+        big: [sum("running"), "in flight"],
+        lines: [["ended", count(total("requests"))], ["per second", rate("requests").toFixed(1)], ["at most", count(view.max_inflight)], ["up for", longer(view.uptime_s)]],
+        moving: rate("requests"),
+      };
     case "encode": {
       const asked = total("encoded") + total("hits") + total("joined") + total("recalled");
-      const lines = [["encoded", count(total("encoded"))], ["known", asked ? `${Math.round((100 * (asked - total("encoded"))) / asked)} %` : "-"]];
-      return { big: [sum("running"), sum("running") === 1 ? "medium" : "media"], lines, moving: rate("encoded") + rate("hits") };
+      const batches = total("batches");
+      return {
+        big: [sum("running"), sum("running") === 1 ? "medium" : "media"],
+        lines: [["encoded", count(total("encoded"))], ["known", share(asked - total("encoded"), asked)], ["batch", batches ? (total("batch_jobs") / batches).toFixed(1) : "-"],
+          ["tower busy", share(Math.min(processes.length, rate("tower_s")), processes.length)]],
+        moving: rate("encoded") + rate("hits"),
+      };
     }
-    case "prefill":
-      return { big: [rate("prompt_tokens"), "tok/s"], lines: [waiting, ["running", count(sum("running"))]], moving: rate("prompt_tokens") };
+    case "prefill": {
+      const tokens = processes.map((process) => process.tokens).filter(Boolean);
+      const cached = tokens.reduce((all, tiers) => all + tiers.l1 + tiers.l2 + tiers.l3, 0);
+      const computed = tokens.reduce((all, tiers) => all + tiers.computed, 0);
+      return {
+        big: [rate("prompt_tokens"), "tok/s"],
+        lines: [...queue, ["from cache", share(cached, cached + computed)], ["put back", count(total("retractions"))]],
+        moving: rate("prompt_tokens"),
+      };
+    }
     default: {
       const steps = rate("steps");
-      const batch = steps ? (rate("batched_sequences") / steps).toFixed(1) : "-";
-      const lines = [waiting, ["running", count(sum("running"))], ["batch", batch]];
-      const drafted = rate("drafted_tokens");
-      if (drafted) lines.push(["drafts right", `${Math.round((100 * rate("accepted_tokens")) / drafted)} %`]);
-      return { big: [rate("generated_tokens"), "tok/s"], lines, moving: rate("generated_tokens") + rate("prompt_tokens") };
+      return {
+        big: [rate("generated_tokens"), "tok/s"],
+        lines: [...queue, ["batch", steps ? (rate("batched_sequences") / steps).toFixed(1) : "-"], ["drafts right", share(total("accepted_tokens"), total("drafted_tokens"))]],
+        moving: rate("generated_tokens") + rate("prompt_tokens"),
+      };
     }
   }
 }
 
 function processNode(process) {
   const load = process.ready ? (process.running + process.waiting ? `${process.running}+${process.waiting}` : "") : "";
-  const words = process.ready ? "ready" : process.reason;
+  const memory = process.counters.process_resident_bytes;
+  const words = process.ready ? `ready${memory ? `, ${bytes(memory)} of memory` : ""}` : process.reason;
   return el(process.ready ? "li" : "li.down", { title: `${process.name}: ${words}` },
     el("span", {}, process.name), el("span.hidden", {}, process.ready ? ", ready" : `, not ready: ${process.reason}`),
     load && el("span.load", { title: "running + waiting" }, load));

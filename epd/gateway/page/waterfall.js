@@ -4,22 +4,23 @@ import { el, placed } from "./dom.js";
 import { count, duration, plural } from "./format.js";
 
 const STEPS = {
-  "gateway read": "read the request",
-  "gateway render": "write the prompt",
+  "gateway read": "receive",
+  "gateway parse": "check",
+  "gateway render": "write prompt",
   "gateway fetch": "fetch media",
-  "gateway encoder": "wait for the encoder",
-  "gateway assemble": "put the prompt together",
-  "gateway dispatch": "hand to a worker",
-  "encode queue": "wait in the queue",
-  "encode prepare": "decode and prepare",
-  "encode batch_wait": "wait for a batch",
+  "gateway encoder": "await encoder",
+  "gateway assemble": "place media",
+  "gateway dispatch": "choose worker",
+  "encode queue": "queue",
+  "encode prepare": "decode media",
+  "encode batch_wait": "await batch",
   "encode tower": "tower",
-  "prefill queue": "wait in the queue",
-  "prefill compute": "compute the prompt",
-  "transfer kv": "send KV",
-  "transfer inputs": "send embeddings",
-  "decode queue": "wait in the queue",
-  "decode decode": "write the answer",
+  "prefill queue": "queue",
+  "prefill compute": "compute prompt",
+  "transfer inputs": "embeddings",
+  "transfer kv": "KV to decode",
+  "decode queue": "queue",
+  "decode decode": "write answer",
 };
 const WAITS = new Set(["queue", "batch_wait", "encoder"]);
 export const TIERS = [
@@ -52,7 +53,7 @@ function about(receipt) {
     if (receipt.completion_tokens > 2 && rest > 0) facts.push([count((receipt.completion_tokens - 1) / rest), "tokens/s after it"]);
   }
   if (receipt.completion_tokens) facts.push([count(receipt.completion_tokens), "tokens written"]);
-  for (const [modality, tokens] of Object.entries(receipt.media_tokens)) if (tokens) facts.push([count(tokens), `of ${modality}`]);
+  for (const [modality, tokens] of Object.entries(receipt.media_tokens)) if (tokens) facts.push([count(tokens), `${modality} tokens`]);
   if (receipt.cached_media) facts.push([count(receipt.cached_media), "media known already"]);
   if (receipt.num_attempts > 1) facts.push([count(receipt.num_attempts), "attempts"]);
   const outcome = isFailed(receipt) ? el("span.failed", {}, outcomeOf(receipt)) : el("span", {}, outcomeOf(receipt));
@@ -69,7 +70,8 @@ export function outcomeOf(receipt) {
 
 function steps(receipt) {
   const whole = Math.max(receipt.duration_s, ...receipt.steps.map((step) => step.start_s + step.duration_s), 1e-6);
-  const several = receipt.num_media > 1 || receipt.num_choices > 1;
+  // Media and choices are numbered as they come, where there is more than one.
+  const items = [...new Set(receipt.steps.map((step) => step.item).filter(Boolean))].sort();
   const rows = [...receipt.steps].sort((a, b) => a.start_s - b.start_s || b.duration_s - a.duration_s).map((step) => {
     const words = STEPS[`${step.stage} ${step.name}`] ?? step.name;
     const left = (100 * step.start_s) / whole;
@@ -77,17 +79,12 @@ function steps(receipt) {
     const bar = placed(el(WAITS.has(step.name) ? "span.span.wait" : "span.span"), { left: `min(${left.toFixed(3)}%, calc(100% - 3px))`, width: `${width.toFixed(3)}%` });
     const title = `${step.stage}: ${words}${step.item ? `, ${step.item}` : ""}. From ${duration(step.start_s)} on, for ${duration(step.duration_s)}`;
     return el("div.row", { role: "row", data: { stage: step.stage } },
-      el("span.label", { role: "rowheader", title: step.item || null }, el("b", {}, step.stage), ` ${words}${several && step.item ? ` ${short(step.item)}` : ""}`),
+      el("span.label", { role: "rowheader", title: step.item || null }, el("b", {}, step.stage), ` ${words}${step.item && items.length > 1 ? ` ${items.indexOf(step.item) + 1}` : ""}`),
       el("span.track", { role: "cell", title }, bar, receipt.first_token_s === null ? null : placed(el("span.first", { title: "first token" }), { left: `${((100 * receipt.first_token_s) / whole).toFixed(3)}%` })),
       el("span.time", { role: "cell" }, duration(step.duration_s)));
   });
   const axis = [0, 0.5, 1].map((share) => el("span", {}, share ? duration(whole * share) : "0"));
   return el("div.steps", { role: "table", "aria-label": "Steps of the request" }, ...rows, el("div.axis", { "aria-hidden": "true" }, ...axis));
-}
-
-/** messages[0].content[1] -> 1.2, counted from one as people do; choices[2] -> 3. */
-function short(item) {
-  return (item.match(/\d+/g) ?? []).map((digits) => Number(digits) + 1).join(".");
 }
 
 /** A bar of tokens by tier, and what its colours mean. */
