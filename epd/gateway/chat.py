@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from xxhash import xxh3_64_hexdigest
@@ -31,6 +31,7 @@ from epd.gateway.sampling import answer_text, sampling_of_choices
 from epd.gateway.schema import ChatBody
 from epd.gateway.session import session_of
 from epd.gateway.toolcalls import ToolCall
+from epd.gateway.wishes import grammar_of_chat
 from epd.router.workers import Fleet
 from epd.types import FinishReason, GenerateRequest, TokenLogprob
 
@@ -102,6 +103,7 @@ class ChatService:
             default_tokens=self.config.default_max_tokens,
             num_top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             max_context_tokens=self.max_context_tokens,
+            grammar=prompt.grammar,
         )
         base = GenerateRequest(
             request_id=account.request_id,
@@ -127,7 +129,9 @@ class ChatService:
 
     def _render(self, body: ChatBody, owner: str) -> tuple[Conversation, Prompt, str]:
         conversation = read_conversation(body, self.renderer.vocabulary.guard, self.libraries.of(owner))
-        return conversation, self.renderer.render(conversation), session_of(body)
+        prompt = self.renderer.render(conversation)
+        grammar = grammar_of_chat(body, prompt, self.renderer.grammars)
+        return conversation, replace(prompt, grammar=grammar), session_of(body)
 
     def _check_length(self, prompt: Prompt) -> None:
         """Raises ContextTooLong before anything is fetched when the text alone is too long already."""

@@ -57,11 +57,13 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Which calls an answer has: some or none among text, or nothing but calls (`must_call`)."""
+    """Which calls an answer has: some or none among text, or nothing but calls (`must_call`). `is_limited`: there are
+    other functions, which must not be called."""
 
     functions: tuple[Function, ...]
     must_call: bool
     at_most_one: bool
+    is_limited: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,8 @@ class Wish:
         """Any text will do."""
         calls = self.calls
         return self.form is None and (
-            calls is None or not (calls.must_call or any(function.is_strict for function in calls.functions))
+            calls is None
+            or not (calls.must_call or calls.is_limited or any(function.is_strict for function in calls.functions))
         )
 
 

@@ -23,6 +23,7 @@ from epd.gateway.checkpoint import (
     read_vocabulary,
 )
 from epd.gateway.conversation import Conversation
+from epd.gateway.grammar import GrammarMaker
 from epd.gateway.schema import THINKING_EFFORTS
 from epd.gateway.template import ChatTemplate
 from epd.gateway.vocabulary import Vocabulary
@@ -54,6 +55,8 @@ class Prompt:
     pieces: tuple[tuple[int, ...] | MediaSlot, ...]
     opens_reasoning: bool
     """The text ends inside `<think>`, so the answer begins with reasoning."""
+    grammar: str | None = None
+    """What the answer must look like, for the workers; see `epd.gateway.grammar`."""
 
     @property
     def num_text_tokens(self) -> int:
@@ -102,6 +105,7 @@ class Renderer:
         self.template = template
         self.defaults = SamplingDefaults.from_hf(generation)
         self.eos_token_ids = _eos_token_ids(config, generation, vocabulary, template.eos_token)
+        self.grammars = GrammarMaker(vocabulary, self.eos_token_ids)
         self.max_context_tokens = int(config["max_position_embeddings"])
         # A text-only checkpoint has no processor; media are refused then.
         has_media = isinstance(config.get("processor_config"), Mapping)

@@ -8,6 +8,7 @@ from epd.errors import InvalidRequest
 from epd.gateway.detokenize import AnswerText
 from epd.gateway.render import Renderer, fit_answer
 from epd.gateway.schema_sampling import GenerationBody
+from epd.gateway.validation import shown
 from epd.types import SamplingParams
 
 
@@ -29,10 +30,11 @@ def sampling_of_choices(
     num_top_logprobs: int | None,
     max_context_tokens: int,
     prompt_param: str = "messages",
+    grammar: str | None = None,
 ) -> Callable[[int], SamplingParams]:
     """How choice i is drawn: with the seed i after the request's own. Without a seed every request draws one.
 
-    `token_limit` is what the client set. Raises InvalidRequest, ContextTooLong.
+    `token_limit` is what the client set; `grammar` what the text must fit. Raises InvalidRequest, ContextTooLong.
     """
     _check_stop_tokens(body, renderer)
     defaults = renderer.defaults
@@ -50,7 +52,9 @@ def sampling_of_choices(
         )
     top_k = defaults.top_k if body.top_k is None else body.top_k
     seed = secrets.randbits(63) if body.seed is None else body.seed
-    eos_token_ids = () if body.ignore_eos else renderer.eos_token_ids
+    # A grammar ends the answer with one of them where nothing else can come.
+    eos_token_ids = () if body.ignore_eos and grammar is None else renderer.eos_token_ids
+    logit_bias = _read_bias(body, renderer)
 
     def of_choice(index: int) -> SamplingParams:
         return SamplingParams(
@@ -63,6 +67,12 @@ def sampling_of_choices(
             stop_token_ids=tuple(dict.fromkeys((*eos_token_ids, *(body.stop_token_ids or ())))),
             ignore_eos=bool(body.ignore_eos),
             top_logprobs=num_top_logprobs,
+            grammar=grammar,
+            logit_bias=logit_bias,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            presence_penalty=body.presence_penalty or 0.0,
+            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            min_p=body.min_p or 0.0,
         )
 
     return of_choice
@@ -88,3 +98,14 @@ def _check_stop_tokens(body: GenerationBody, renderer: Renderer) -> None:
             raise InvalidRequest(
                 f"{name} is {token_id}; allowed: 0 to {num_token_ids - 1}, the ids of this model's tokens", param=name
             )
+
+
+def _read_bias(body: GenerationBody, renderer: Renderer) -> tuple[tuple[int, float], ...]:
+    most = renderer.vocabulary.num_token_ids - 1
+    for text in body.logit_bias or ():
+        if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) <= most):
+            raise InvalidRequest(
+                f"logit_bias has the key {shown(text)}; allowed: 0 to {most}, the ids of this model's tokens, as text",
+                param="logit_bias",
+            )
+    return tuple((int(text), value) for text, value in (body.logit_bias or {}).items() if value != 0)

@@ -1,7 +1,7 @@
 """The shapes of a chat completion request. Unknown fields are errors at every level, so are values we do not honour.
 
 An untrusted shape; it goes no further than `epd.gateway.conversation` and `epd.gateway.render`.
-Fields whose other values are not supported are typed with the values that are: `response_format` is text.
+Fields whose other values are not supported are typed with the values that are.
 """
 
 from typing import Annotated, Literal
@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from epd.gateway.schema_parts import Message
 from epd.gateway.schema_sampling import MAX_LOGPROBS, GenerationBody
-from epd.gateway.schema_tools import ResponseFormat, Tool
+from epd.gateway.schema_tools import ResponseFormat, Tool, ToolChoices
 from epd.gateway.shape import Conflict, Shape
 
 
@@ -32,7 +32,7 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: ToolChoices | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: ChatTemplateKwargs | None = None

@@ -8,9 +8,11 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from epd.gateway.schema_tools import Choices, SchemaOrText, StructuredOutputs
 from epd.gateway.shape import TAG, Conflict, Shape, content_kind
 
 _StopString = Annotated[str, Field(min_length=1, max_length=256)]
+_Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 MAX_LOGPROBS = 20
 """Alternatives per token."""
@@ -54,9 +56,19 @@ class GenerationBody(Shape):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     """Tokens of this vocabulary bring their own spaces; there is nothing to choose."""
-    frequency_penalty: Literal[0] | None = None
-    presence_penalty: Literal[0] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=2, allow_inf_nan=False)] | None = None
+    """Divides the odds of what prompt and answer hold already; 1 changes nothing."""
+    logit_bias: Annotated[dict[str, _Bias], Field(max_length=1024)] | None = None
+    """Token ids, as text, and what is added to their logits."""
+    structured_outputs: StructuredOutputs | None = None
+    # What vLLM called them before.
+    guided_json: SchemaOrText | None = None
+    guided_regex: Annotated[str, Field(min_length=1)] | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Annotated[str, Field(min_length=1)] | None = None
     return_timings: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     service_tier: Literal["auto", "default"] | None = None

@@ -23,6 +23,7 @@ from epd.gateway.render import Renderer, context_words
 from epd.gateway.reply import AnswerEvent, AnswerPart, finish_reason
 from epd.gateway.sampling import answer_text, sampling_of_choices
 from epd.gateway.schema_completion import CompletionBody
+from epd.gateway.wishes import grammar_of_text
 from epd.types import FinishReason, GenerateRequest, TokenLogprob
 from preprocess.types import Modality
 
@@ -37,8 +38,9 @@ class TextService:
         """As `ChatService.answer`. Choice j of prompt i has index i * n + j."""
         with account.measured("gateway", "render"):
             prompts = await asyncio.to_thread(self._token_ids, body)
+            grammar = await asyncio.to_thread(grammar_of_text, body, self.chat.renderer.grammars)
         account.prompt_tokens = sum(map(len, prompts))
-        runs = [run for i, token_ids in enumerate(prompts) for run in self._runs(body, account, i, token_ids)]
+        runs = [run for i, token_ids in enumerate(prompts) for run in self._runs(body, account, i, token_ids, grammar)]
         answer = answer_of(
             runs,
             limit=self.chat.config.max_choices,
@@ -50,7 +52,9 @@ class TextService:
             async for event in events:
                 yield event
 
-    def _runs(self, body: CompletionBody, account: Account, i: int, token_ids: list[int]) -> list[ChoiceRun]:
+    def _runs(
+        self, body: CompletionBody, account: Account, i: int, token_ids: list[int], grammar: str | None
+    ) -> list[ChoiceRun]:
         chat = self.chat
         sampling = sampling_of_choices(
             body,
@@ -61,6 +65,7 @@ class TextService:
             num_top_logprobs=body.logprobs,
             max_context_tokens=chat.max_context_tokens,
             prompt_param="prompt",
+            grammar=grammar,
         )
         base = GenerateRequest(
             request_id=account.request_id,
