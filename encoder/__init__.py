@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from encoder.cache.host import embedding_arena
     from encoder.cache.report import ArenaReport, arena_reports, clear_arena
-    from encoder.front.config import FrontConfig
+    from encoder.front.config import EncodeLimits, FrontConfig
+    from encoder.front.desk import EncodeDesk
+    from encoder.front.endpoint import EncodeEndpoint
+    from encoder.front.problems import Refused
     from encoder.front.process import run_front
     from encoder.inventory import (
         Part,
@@ -32,6 +35,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ArenaReport",
+    "EncodeDesk",
+    "EncodeEndpoint",
+    "EncodeLimits",
     "FrontConfig",
     "LocalEmbedding",
     "LocalEncoder",
@@ -40,6 +46,7 @@ __all__ = [
     "Pace",
     "PaceLimits",
     "Part",
+    "Refused",
     "Ring",
     "ServingTowers",
     "SglangConfig",
@@ -67,6 +74,9 @@ __all__ = [
 
 _HOMES = {
     "ArenaReport": "encoder.cache.report",
+    "EncodeDesk": "encoder.front.desk",
+    "EncodeEndpoint": "encoder.front.endpoint",
+    "EncodeLimits": "encoder.front.config",
     "FrontConfig": "encoder.front.config",
     "LocalEmbedding": "encoder.local",
     "LocalEncoder": "encoder.local",
@@ -75,6 +85,7 @@ _HOMES = {
     "Pace": "encoder.pace",
     "PaceLimits": "encoder.pace",
     "Part": "encoder.inventory",
+    "Refused": "encoder.front.problems",
     "Ring": "encoder.ring",
     "ServingTowers": "encoder.towers.serving",
     "SglangConfig": "encoder.sglang.config",

@@ -99,6 +99,8 @@ class GatewayConfig:
     files_ttl_s: float = 30 * 86400.0
     # Content that clients may name again by uuid or key (`epd.gateway.media_shelf`), of all API keys together.
     media_shelf_bytes: int = 256 << 20
+    # Of /v1/encode: rows on their way to clients, of all requests together. Beyond it they stay leased until sent.
+    encode_reply_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
         positive(
@@ -122,7 +124,7 @@ class GatewayConfig:
             file_max_bytes=self.file_max_bytes,
             files_ttl_s=self.files_ttl_s,
         )
-        for name in ("files_bytes", "media_shelf_bytes"):
+        for name in ("files_bytes", "media_shelf_bytes", "encode_reply_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"gateway.{name} is {getattr(self, name)}; it must not be negative")
         if self.drain_s < 0:

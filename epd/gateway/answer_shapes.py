@@ -219,9 +219,21 @@ class ReceiptAnswer(AnswerShape):
     steps: list[StepAnswer]
 
 
+class MediumAnswer(AnswerShape):
+    """What a medium of the request is called: by the client, and by its content. `param` is its field."""
+
+    param: str
+    key: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+    uuid: str | None
+    modality: Literal["image", "video", "audio"]
+    tokens: NonNegative
+    cached: bool
+
+
 class AnswerHead(AnswerShape):
-    """`service_tier` is there when the request says one. `timings` come when asked for, `warnings` when something of
-    the media was damaged or left out; in a stream both come with the last finish reason."""
+    """`service_tier` is there when the request says one. `timings` come when asked for, `media` too or when a part has
+    a uuid or a key, `warnings` when something of the media was damaged or left out; in a stream they come with the last
+    finish reason."""
 
     id: str
     created: NonNegative
@@ -229,6 +241,7 @@ class AnswerHead(AnswerShape):
     system_fingerprint: str
     service_tier: Literal["default"] = Field(default_factory=lambda: "default")
     warnings: Annotated[list[str], Field(min_length=1)] = Field(default_factory=list)
+    media: Annotated[list[MediumAnswer], Field(min_length=1)] = Field(default_factory=list)
     timings: ReceiptAnswer = Field(default_factory=ReceiptAnswer.model_construct)
 
 

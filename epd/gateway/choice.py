@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -168,8 +168,10 @@ async def answer_of(
     metrics: GatewayMetrics,
     num_media_tokens: Mapping[Modality, int],
     warnings: tuple[str, ...] = (),
+    media: Sequence[Mapping[str, Any]] = (),
 ) -> AsyncGenerator[AnswerEvent, None]:
-    """Events of all choices as they come; the last one has the end of the whole answer."""
+    """Events of all choices as they come; the last one has the end of the whole answer. `media` is told to the client
+    as it is."""
     ends: dict[int, ChoiceEnd] = {}
     async with aclosing(merged([run.events for run in runs], limit=limit)) as events:
         async for event in events:
@@ -179,7 +181,8 @@ async def answer_of(
                     break
             yield event
     usage = _whole_usage([ends[run.index].usage for run in runs if run.run == 0], list(ends.values()))
-    answer = AnswerEnd(usage, sum(end.num_reasoning_tokens for end in ends.values()), num_media_tokens, warnings)
+    num_reasoning_tokens = sum(end.num_reasoning_tokens for end in ends.values())
+    answer = AnswerEnd(usage, num_reasoning_tokens, num_media_tokens, warnings, media)
     account.found = usage
     account.prompt_tokens, account.completion_tokens = usage.prompt_tokens, usage.completion_tokens
     account.answered(ends[min(ends)].finish_reason)

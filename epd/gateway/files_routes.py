@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Final, Literal
 from urllib.parse import quote
 
@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from epd.config import GatewayConfig
 from epd.errors import InvalidRequest
 from epd.gateway.admission import Admission
-from epd.gateway.files import FileStore
+from epd.gateway.files import FileLimits, FileStore
 from epd.gateway.files_form import UploadReader, checked_purpose, on_disk
 from epd.gateway.operations import Answer, FormBody, Operation, Parameter
 from epd.gateway.owner import owner_of
@@ -79,7 +79,7 @@ class Files:
             Operation(
                 method="POST",
                 path="/v1/files",
-                handler=self.upload,
+                handler=self.upload_file,
                 tag="files",
                 summary="Keep a file, to be named by its id in later requests",
                 request=FormBody(shape=UploadForm),
@@ -89,7 +89,7 @@ class Files:
             Operation(
                 method="GET",
                 path="/v1/files",
-                handler=self.list,
+                handler=self.list_files,
                 tag="files",
                 summary="List the files of this API key",
                 responses={200: Answer(description="A page of files", shape=FileList)},
@@ -99,7 +99,7 @@ class Files:
             Operation(
                 method="GET",
                 path="/v1/files/{file_id}",
-                handler=self.retrieve,
+                handler=self.retrieve_file,
                 summary="Describe a file",
                 responses={200: Answer(description="The file", shape=FileObject)},
                 **of_file,  # type: ignore[arg-type]
@@ -107,15 +107,15 @@ class Files:
             Operation(
                 method="GET",
                 path="/v1/files/{file_id}/content",
-                handler=self.content,
+                handler=self.file_content,
                 summary="The bytes of a file",
-                responses={200: Answer(description="The bytes", media_type="application/octet-stream")},
+                responses={200: Answer(description="The bytes, with the type they were recognised as", media_type="*/*")},
                 **of_file,  # type: ignore[arg-type]
             ),
             Operation(
                 method="DELETE",
                 path="/v1/files/{file_id}",
-                handler=self.delete,
+                handler=self.delete_file,
                 summary="Delete a file",
                 responses={200: Answer(description="It is gone", shape=FileDeleted)},
                 **of_file,  # type: ignore[arg-type]
@@ -133,13 +133,13 @@ class Files:
             await asyncio.gather(sweeping, return_exceptions=True)
             await on_disk(self._store.close)
 
-    async def upload(self, request: web.Request) -> web.Response:
+    async def upload_file(self, request: web.Request) -> web.Response:
         async with self._admission.session():
             self._admission.check()
             file = await self._uploads.read(request, owner_of(request))
             return _json(FileObject.of(file))
 
-    async def list(self, request: web.Request) -> web.Response:
+    async def list_files(self, request: web.Request) -> web.Response:
         query = _Page(request)
         files = await on_disk(self._store.of, owner_of(request))
         if query.purpose is not None:
@@ -161,16 +161,16 @@ class Files:
             )
         )
 
-    async def retrieve(self, request: web.Request) -> web.Response:
+    async def retrieve_file(self, request: web.Request) -> web.Response:
         file = await on_disk(self._store.get, owner_of(request), request.match_info["file_id"])
         return _json(FileObject.of(file))
 
-    async def delete(self, request: web.Request) -> web.Response:
+    async def delete_file(self, request: web.Request) -> web.Response:
         file_id = request.match_info["file_id"]
         await on_disk(self._store.delete, owner_of(request), file_id)
         return _json(FileDeleted(id=file_id))
 
-    async def content(self, request: web.Request) -> web.StreamResponse:
+    async def file_content(self, request: web.Request) -> web.StreamResponse:
         file, descriptor = await on_disk(self._store.open_content, owner_of(request), request.match_info["file_id"])
         try:
             response = web.StreamResponse(headers=_INERT)
@@ -193,6 +193,19 @@ class Files:
             # A full or broken disk is no reason to stop serving; requests tell of it.
             with contextlib.suppress(OSError):
                 await on_disk(self._store.sweep)
+
+
+def file_store(config: GatewayConfig, *, unix_clock: Callable[[], float]) -> FileStore | None:
+    """Where the gateway keeps files; None where it keeps none."""
+    if config.files_dir is None or not config.files_bytes:
+        return None
+    limits = FileLimits(
+        file_max_bytes=config.file_max_bytes,
+        total_bytes=config.files_bytes,
+        max_count=config.files_count,
+        ttl_s=config.files_ttl_s,
+    )
+    return FileStore(config.files_dir, limits, unix_clock=unix_clock)
 
 
 class _Page:

@@ -90,7 +90,7 @@ def unknown_media(*, uuid: str | None, key: str | None, path: str) -> UnknownMed
     name = "key" if key is not None else "uuid"
     param = f"{path}.{name}"
     return UnknownMedia(
-        f"{param} is {key or uuid!r}; nobody here has that medium (any more): send its content", param=param
+        f"{param} is {shown(key or uuid)}; nobody here has that medium (any more): send its content", param=param
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from encoder.errors import ArenaFull, EmbeddingTooLarge, EmbeddingUnknown, EncoderError, EncoderUnavailable
 from encoder.types import EmbeddingRef, EncodeReply, EncoderInfo
+from encoder.wire import TensorFrame
 from epd.errors import InvalidRequest, ServeError
 from epd.gateway.account import Account
 from epd.gateway.library import unknown_media
@@ -43,6 +44,12 @@ class Encoder(Protocol):
 
         Without content the key alone is known: raises EmbeddingUnknown when no replica has it.
         """
+        ...
+
+    async def encode_inline(
+        self, content: bytes | None, modality: Modality, options: MediaOptions, key: MediaKey, deadline_unix_s: float
+    ) -> tuple[EncodeReply, TensorFrame]:
+        """`encode` with the rows themselves, for who cannot map the arena."""
         ...
 
     def release(self, ref: EmbeddingRef) -> None:

@@ -34,6 +34,8 @@ class AnswerEnd:
     num_media_tokens: Mapping[Modality, int]
     warnings: tuple[str, ...]
     """What of the media was damaged or left out, each naming its part of the request."""
+    media: Sequence[Mapping[str, Any]] = ()
+    """What the media are called, where the client is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,8 @@ class ReplyHead:
             return {}
         warnings = {"warnings": list(end.warnings)} if end.warnings else {}
         timings = {"timings": self.account.receipt().to_json()} if self.style.with_timings else {}
-        return {**warnings, **timings}
+        media = {"media": list(end.media)} if end.media else {}
+        return {**warnings, **media, **timings}
 
 
 @dataclass(slots=True)

@@ -6,11 +6,13 @@ A worker answers what `answer` says, token by token, and can be told to die, sta
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
-from encoder.errors import EncoderError, EncoderUnavailable
+from encoder.errors import EmbeddingUnknown, EncoderError, EncoderUnavailable
 from encoder.types import EmbeddingRef, EncodeReply, EncoderInfo, StageTimings
+from encoder.wire import TensorFrame
 from epd.transport.base import Peer, PeerUnreachable
 from epd.transport.memory import MemoryEndpoint, MemoryNetwork
 from epd.types import (
@@ -62,6 +64,8 @@ class FakeWorker:
     """Tokens to send before the worker says nothing more, though it lives."""
     finish: Finish | None = None
     """A Finish to give instead of an answer (its request_id is replaced)."""
+    step_s: float = 0.0
+    """How long a request waits, and how long its prompt takes."""
     mute: bool = False
     """Does not answer heartbeats."""
     kv_fingerprint: str = ""
@@ -136,13 +140,20 @@ class FakeWorker:
 
     async def _run(self, request: GenerateRequest, peer: Peer, decode_address: str | None, first: int) -> None:
         """Tokens from `first` of this attempt on; a prefill worker says the first one and hands over."""
+        if self.step_s:
+            await asyncio.sleep(2 * self.step_s)
         if self.finish is not None:
             self.say(peer, _replace_id(self.finish, request.request_id))
             return
         whole = list(self.answer(request))
+        stop_ids = request.sampling.stop_token_ids
+        stop_at = next((at for at, token_id in enumerate(whole) if token_id in stop_ids), len(whole))
+        stop_token_id = whole[stop_at] if stop_at < len(whole) else None
+        del whole[stop_at:]
         num_emitted = request.num_emitted
         limit = request.sampling.max_tokens
         todo = whole[num_emitted:limit]
+        begun_s = time.monotonic()
         for i, token_id in enumerate(todo):
             if i < first:
                 continue
@@ -155,7 +166,12 @@ class FakeWorker:
             self.say(
                 peer,
                 TokenDelta(
-                    request_id=request.request_id, index=num_emitted + i, token_ids=(token_id,), logprobs=logprobs
+                    request_id=request.request_id,
+                    index=num_emitted + i,
+                    token_ids=(token_id,),
+                    logprobs=logprobs,
+                    usage=_usage(request, i + 1) if i == first else None,
+                    timings=self._timings(first, begun_s) if i == first else {},
                 ),
             )
             await asyncio.sleep(0)
@@ -165,16 +181,22 @@ class FakeWorker:
         if await self._fault_at(len(todo)):
             return
         stopped = len(whole) < limit
-        usage = Usage(
-            prompt_tokens=len(request.token_ids),
-            completion_tokens=len(todo) + stopped,
-            cached_tokens=3,
-            healed_tokens=2,
-            host_tokens=1,
-            store_tokens=1,
+        finish = Finish(
+            request_id=request.request_id,
+            reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+            usage=_usage(request, len(todo) + stopped),
+            stop_token_id=stop_token_id if stopped else None,
+            timings=self._timings(first, begun_s),
         )
-        reason = FinishReason.STOP if stopped else FinishReason.LENGTH
-        self.say(peer, Finish(request_id=request.request_id, reason=reason, usage=usage))
+        self.say(peer, finish)
+
+    def _timings(self, first: int, begun_s: float) -> dict[str, float]:
+        """`step_s` of each kind; a worker that begins after the first token was handed the prompt's KV."""
+        decoded_s = {"decode_s": time.monotonic() - begun_s}
+        timings = {"queue_s": self.step_s, "prefill_s": self.step_s, "first_token_s": 2 * self.step_s}
+        if first:
+            return {**timings, "transfer_s": self.step_s, "decode_queue_s": self.step_s, **decoded_s}
+        return {**timings, **decoded_s}
 
     async def _fault_at(self, num_sent: int) -> bool:
         if self.stall_after is not None and num_sent >= self.stall_after:
@@ -228,6 +250,17 @@ class FakeWorker:
         )
 
 
+def _usage(request: GenerateRequest, num_tokens: int) -> Usage:
+    return Usage(
+        prompt_tokens=len(request.token_ids),
+        completion_tokens=num_tokens,
+        cached_tokens=3,
+        healed_tokens=2,
+        host_tokens=1,
+        store_tokens=1,
+    )
+
+
 def _replace_id(finish: Finish, request_id: str) -> Finish:
     return Finish(
         request_id=request_id,
@@ -256,17 +289,28 @@ class FakeEncoder:
     up: bool = True
     release_error: Exception | None = None
     encoded: list[bytes] = field(default_factory=list)
+    kept: dict[MediaKey, Modality] = field(default_factory=dict)
+    """Embeddings by key, as in an arena; what is not there cannot be had without content."""
+    asked_by_key: list[MediaKey] = field(default_factory=list)
     leases: set[str] = field(default_factory=set)
     released: list[str] = field(default_factory=list)
     _ids: "itertools.count[int]" = field(default_factory=itertools.count)
 
     async def encode(
-        self, content: bytes, modality: Modality, options: MediaOptions, key: MediaKey, deadline_unix_s: float
+        self, content: bytes | None, modality: Modality, options: MediaOptions, key: MediaKey, deadline_unix_s: float
     ) -> EncodeReply:
         await until(lambda: self.up)
-        if content in self.errors:
+        if content is None:
+            self.asked_by_key.append(key)
+            if key not in self.kept:
+                raise EmbeddingUnknown(f"no embedding is kept under the key {key}")
+            modality, content = self.kept[key], b""
+        elif content in self.errors:
             raise self.errors[content]
-        self.encoded.append(content)
+        else:
+            self.encoded.append(content)
+        is_cached = key in self.kept
+        self.kept[key] = modality
         layout = LAYOUTS[modality]
         lease_id = f"lease-{next(self._ids)}"
         self.leases.add(lease_id)
@@ -285,10 +329,18 @@ class FakeEncoder:
             key=key,
             layout=layout,
             ref=ref,
-            cached=False,
+            cached=is_cached,
             timings=StageTimings(),
             warnings=self.warnings.get(content, ()),
         )
+
+    async def encode_inline(
+        self, content: bytes | None, modality: Modality, options: MediaOptions, key: MediaKey, deadline_unix_s: float
+    ) -> tuple[EncodeReply, TensorFrame]:
+        """Rows of zeros."""
+        reply = await self.encode(content, modality, options, key, deadline_unix_s)
+        ref = reply.ref
+        return reply, TensorFrame("float32", (ref.num_rows, ref.width), bytes(ref.size_bytes))
 
     def release(self, ref: EmbeddingRef) -> None:
         if self.release_error is not None:
