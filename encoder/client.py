@@ -106,12 +106,12 @@ class EncoderClient:
         for replica in self._replicas.values():
             self._open(replica)
 
-    def add(self, address: str) -> None:
-        """A replica joins the ring; one that was retired is back. Only for a client that was made by `connect`."""
-        assert self._context is not None, "there are no addresses among links that were handed in"
-        replica = self._replicas.get(address)
+    def add(self, where: str | Link) -> None:
+        """A replica joins the ring, by address where the client was made by `connect`; one that was retired is back."""
+        name = where if isinstance(where, str) else where.name
+        replica = self._replicas.get(name)
         if replica is None:
-            replica = self._replicas[address] = self._remote(ZmqLink(address, self._context, keys=self._keys))
+            replica = self._replicas[name] = self._remote(self._link(where) if isinstance(where, str) else where)
             if self._tasks:
                 self._open(replica)
         replica.is_retired = False
@@ -277,6 +277,10 @@ class EncoderClient:
                     self._forget(replica)
                 else:
                     replica.ping()
+
+    def _link(self, address: str) -> Link:
+        assert self._context is not None, "there are no addresses among links that were handed in"
+        return ZmqLink(address, self._context, keys=self._keys)
 
     def _remote(self, link: Link) -> Remote:
         return Remote(link, self._changed.set, max_unanswered=self._max_unanswered, clock=self._clock)

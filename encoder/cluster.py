@@ -139,11 +139,11 @@ class _Doorkeeper:
         self._reply.setsockopt(zmq.LINGER, 0)
         self._reply.bind(_ZAP_ADDRESS)
         watched = f"inproc://refused-{uuid.uuid4().hex}"
-        socket.monitor(watched, _ENDED)
+        socket.monitor(watched, _REFUSED)
         self._refused = context.socket(zmq.PAIR)
         self._refused.setsockopt(zmq.LINGER, 0)
         self._refused.connect(watched)
-        self._log = RefusalLog(f"refused a connection to {address}: its peer does not have this cluster's key")
+        self._log = RefusalLog(f"refused a connection to {address}: its peer did not show this cluster's key")
         threading.Thread(target=self._run, name=f"doorkeeper {address}", daemon=True).start()
 
     def _run(self) -> None:

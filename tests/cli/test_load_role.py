@@ -63,7 +63,14 @@ def test_the_shipped_configuration_is_the_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"role": "prefill"}, "role is 'prefill'; allowed: encoder"),
+        (
+            {"role": "cook"},
+            "role is 'cook'; allowed: encoder, gateway, prefill, decode, encoder-worker; without a role",
+        ),
+        (
+            {"cluster": {"listen": "tcp://127.0.0.1:1"}},
+            "cluster.listen is set, but role encoder has no section [cluster]",
+        ),
         ({"mode": "epd"}, "mode is 'epd' and role is 'encoder'"),
         (
             {"engine": {"page_size": 32}},
@@ -89,6 +96,10 @@ def test_what_does_not_belong_is_refused_by_name(tmp_path: Path, flags: dict[str
 def test_a_pipeline_has_no_front(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"front\.port is set, but only role encoder has a section"):
         load_with(tmp_path, front={"port": 1})
+    with pytest.raises(
+        ConfigError, match=r"cluster\.listen is set, but only role gateway, prefill, decode or encoder-"
+    ):
+        load_with(tmp_path, cluster={"listen": "tcp://127.0.0.1:1"})
     with pytest.raises(ConfigError, match="this command starts whole pipelines"):
         load(runtime_dir=tmp_path, environ={"MIMO_ROLE": "encoder"})
 

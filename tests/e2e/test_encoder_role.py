@@ -187,8 +187,8 @@ def test_a_replica_that_is_killed_costs_no_request(tmp_path: Path) -> None:
         service.wait_ready()
 
 
-def test_other_roles_and_what_they_are_told(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "cli", "serve", "--role", "prefill"]
+def test_a_role_that_is_none_is_told_which_there_are(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "cli", "serve", "--role", "cook"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "role is 'prefill'; allowed: encoder" in done.stderr
+    assert "role is 'cook'; allowed: encoder, gateway, prefill, decode, encoder-worker" in " ".join(done.stderr.split())
