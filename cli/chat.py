@@ -1,136 +1,163 @@
 """`mimo chat`: ask about media from a terminal, on a pipeline in this process or on a running server."""
 
-import asyncio
 import json
+import os
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Annotated, Any
 
-import aiohttp
 import typer
 
-from cli.load import ConfigError, load
+from cli.chat_client import ChatFailed, Reply, Target, ask, first_model, server_root
+from cli.completion import served_models
+from cli.errors import ConfigError
 from cli.media_files import MediaFileError, chat_part
-from cli.preflight import check_deployment
-from cli.runtime import run_directory
+from cli.terminal import complain
 from preprocess.types import Modality
 
-
-class ChatFailed(Exception):
-    """The server refused or broke off; the message is its own."""
+if TYPE_CHECKING:
+    from cli.chat_repl import Conversation
 
 
 def chat(
     question: Annotated[
-        str | None, typer.Argument(help="What to ask; without it, a conversation starts.", show_default=False)
+        str | None,
+        typer.Argument(help="What to ask; without it, a conversation, or what standard input has.", show_default=False),
     ] = None,
     image: Annotated[list[Path] | None, typer.Option(help="A picture to ask about; repeatable.")] = None,
     video: Annotated[list[Path] | None, typer.Option(help="A video to ask about; repeatable.")] = None,
     audio: Annotated[list[Path] | None, typer.Option(help="A sound to ask about; repeatable.")] = None,
     url: Annotated[
-        str | None, typer.Option(help="Ask this server, e.g. http://127.0.0.1:8000; else a local pipeline.")
+        str | None,
+        typer.Option(
+            help="Ask this OpenAI-compatible server, e.g. http://127.0.0.1:8000; else a pipeline in this process."
+        ),
     ] = None,
-    model: Annotated[str, typer.Option(help="As for `mimo serve`; with --url, the served name.")] = "mimo-nano",
+    model: Annotated[
+        str,
+        typer.Option(
+            help="As for `mimo serve`; with --url, the served name.",
+            show_default="mimo-nano; with --url the first the server lists",
+            autocompletion=served_models,
+        ),
+    ] = "",
+    api_key: Annotated[
+        str, typer.Option(envvar="OPENAI_API_KEY", help="Of the server.", show_default=False, show_envvar=True)
+    ] = "",
+    system: Annotated[str, typer.Option(help="Instructions for the whole conversation.", show_default=False)] = "",
+    think: Annotated[
+        bool | None, typer.Option("--think/--no-think", help="Reason before answering.", show_default="the model's way")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One question: print answer, usage and times as one JSON object.")
+    ] = False,
 ) -> None:
-    """Ask a question, with pictures, videos and sounds.
+    """Ask a question, with pictures, videos and sounds, or hold a conversation.
+
+    In a conversation /help tells the commands: /image, /video and /audio attach files, as does the path of a file alone
+    on a line; /think, /system, /reset, /save, /stats. Ctrl-C stops an answer, Ctrl-D leaves.
 
     Example: mimo chat --image samples/picture.png "What is in the picture?"
+
+    Example: mimo chat --url http://127.0.0.1:8000
+
+    Example: echo "What is 2+2?" | mimo chat --model smollm2 --json
     """
+    # Only here: completion and help are quick.
+    from cli.chat_repl import Conversation
+
+    parts = _parts({Modality.IMAGE: image, Modality.VIDEO: video, Modality.AUDIO: audio})
+    if question is None and (as_json or not sys.stdin.isatty()):
+        question = sys.stdin.read()
+    if question is not None and not question.strip():
+        raise ConfigError("the question is empty; leave it out, in a terminal, to start a conversation")
+    sampling = {"max_tokens": max_tokens, "temperature": temperature}
+    conversation = Conversation(Target("", model, api_key), sampling, system=system, thinks=think, attached=list(parts))
     try:
-        parts = [
-            chat_part(path, modality)
-            for modality, paths in ((Modality.IMAGE, image), (Modality.VIDEO, video), (Modality.AUDIO, audio))
-            for path in paths or []
-        ]
+        with _server(None if url is None else server_root(url), model, api_key) as target:
+            conversation.target = target
+            if question is not None:
+                _answer_once(conversation, question, as_json=as_json)
+            else:
+                _converse(conversation)
+    except (ChatFailed, OSError) as error:
+        complain("mimo chat", str(error), exit_code=1)
+        raise typer.Exit(1) from error
+
+
+def _parts(files: dict[Modality, list[Path] | None]) -> list[dict[str, Any]]:
+    """Raises ConfigError."""
+    try:
+        return [chat_part(path, modality) for modality, paths in files.items() for path in paths or []]
     except MediaFileError as error:
         raise ConfigError(str(error)) from error
-    if question is not None and not question.strip():
-        raise ConfigError("the question is empty; leave it out to start a conversation")
-    sampling = {"max_tokens": max_tokens, "temperature": temperature}
-    try:
-        asyncio.run(_talk(None if url is None else server_root(url), model, parts, question, sampling))
-    except (ChatFailed, aiohttp.ClientError, OSError) as error:
-        typer.echo(f"mimo chat: {error}", err=True)
-        raise typer.Exit(1) from error
-    except (KeyboardInterrupt, EOFError):
-        typer.echo()
 
 
-def server_root(url: str) -> str:
-    """`http://host:port/v1/` and `http://host:port` name the same server. Raises ConfigError for anything else."""
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        raise ConfigError(f"--url is {url!r}: {error}; give an address like http://127.0.0.1:8000") from error
-    path = parts.path.rstrip("/").removesuffix("/v1")
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or parts.query or parts.fragment:
-        raise ConfigError(f"--url is {url!r}; give an address like http://127.0.0.1:8000")
-    return f"{parts.scheme}://{parts.netloc}{path}"
+def _answer_once(conversation: "Conversation", question: str, *, as_json: bool) -> None:
+    """One question and its answer on standard output, as it comes. Raises ChatFailed."""
+    from cli.chat_repl import shown
 
+    reply, is_terminal = Reply(), sys.stdout.isatty()
 
-async def _talk(
-    url: str | None, model: str, parts: Sequence[dict[str, Any]], question: str | None, sampling: dict[str, Any]
-) -> None:
-    async with _server(url, model) as (base_url, name), aiohttp.ClientSession() as session:
-        messages: list[dict[str, Any]] = []
-        pending = list(parts)
-        while True:
-            text = question if question is not None else await asyncio.to_thread(input, "you> ")
-            if text.strip():
-                messages.append({"role": "user", "content": [*pending, {"type": "text", "text": text}]})
-                pending = []
-                answer = ""
-                async for piece in _stream(session, base_url, {"model": name, "messages": messages, **sampling}):
-                    answer += piece
-                    sys.stdout.write(piece)
-                    sys.stdout.flush()
-                sys.stdout.write("\n")
-                messages.append({"role": "assistant", "content": answer})
-            if question is not None:
-                return
+    def show(kind: str, piece: str) -> None:
+        if kind == "text" and not as_json:
+            sys.stdout.write(shown(piece) if is_terminal else piece)
+            sys.stdout.flush()
 
-
-async def _stream(session: aiohttp.ClientSession, base_url: str, body: dict[str, Any]) -> AsyncIterator[str]:
-    """Text pieces of one streamed answer. Raises ChatFailed with the server's message."""
-    async with session.post(f"{base_url}/v1/chat/completions", json=body | {"stream": True}) as response:
-        if response.status != 200:
-            raise ChatFailed(_error_message(response.status, base_url, await response.text()))
-        if response.content_type != "text/event-stream":
-            raise ChatFailed(f"{base_url} answered with {response.content_type}: this is no OpenAI-compatible server")
-        async for raw in response.content:
-            line = raw.decode().strip()
-            if not line.startswith("data:") or line == "data: [DONE]":
-                continue
-            event = json.loads(line.removeprefix("data:"))
-            if "error" in event:
-                raise ChatFailed(event["error"]["message"])
-            for choice in event.get("choices", []):
-                yield choice["delta"].get("content") or ""
-
-
-def _error_message(status: int, base_url: str, body: str) -> str:
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"{base_url} answered with status {status} and no OpenAI error: is this an OpenAI-compatible server?"
-
-
-@asynccontextmanager
-async def _server(url: str | None, model: str) -> AsyncIterator[tuple[str, str]]:
-    """Base URL and model name: the given server's, or a pipeline in this process for as long as it is needed."""
-    if url is not None:
-        yield url, model
+    body = conversation.body(question.rstrip("\n"))
+    ask(conversation.target, body, reply, show)
+    if not as_json:
+        sys.stdout.write("\n")
         return
-    from cli.unified import unified_server
+    report = {
+        "model": conversation.target.model,
+        "answer": reply.text,
+        "reasoning": reply.reasoning or None,
+        "finish_reason": reply.finish_reason,
+        "usage": reply.usage,
+        "warnings": reply.warnings,
+        "ttft_s": reply.ttft_s,
+        "total_s": reply.total_s,
+        "tokens_per_s": reply.tokens_per_s,
+    }
+    typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
+
+
+def _converse(conversation: "Conversation") -> None:
+    from cli.chat_input import LineReader
+    from cli.chat_repl import Repl
+    from cli.models import cache_dir
+
+    reader = LineReader(cache_dir(os.environ) / "chat_history", [*Repl.commands, "/exit"])
+    try:
+        Repl(conversation, reader).run()
+    finally:
+        reader.close()
+
+
+@contextmanager
+def _server(url: str | None, model: str, api_key: str) -> Iterator[Target]:
+    """The given server, or a pipeline in this process for as long as it is needed. Raises ConfigError, ChatFailed."""
+    if url is not None:
+        yield Target(url, model or first_model(url, api_key), api_key)
+        return
+    from cli.chat_embedded import embedded_server
+    from cli.load import load
+    from cli.preflight import check_deployment
+    from cli.runtime import run_directory
 
     with run_directory() as runtime_dir:
-        config = load(runtime_dir=runtime_dir, flags={"mode": "unified", "model": model, "gateway": {"port": 0}})
+        flags: dict[str, Any] = {"mode": "unified", "model": model or "mimo-nano", "gateway": {"port": 0}}
+        config = load(runtime_dir=runtime_dir, flags=flags)
+        # Nobody else is asked, and nobody knows the port.
+        config = replace(config, gateway=replace(config.gateway, api_keys=()))
         check_deployment(config)
-        async with unified_server(config) as port:
-            yield f"http://127.0.0.1:{port}", config.model_name
+        if sys.stderr.isatty():
+            typer.secho(f"starting {config.model_name} ...", dim=True, err=True)
+        with embedded_server(config) as base_url:
+            yield Target(base_url, config.model_name)

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from cli.chat import server_root
+from cli.chat_client import server_root
 from cli.eval_client import ChatClient, NoAnswer, served_model
 from cli.eval_view import Tally, percent, show
 from cli.load import MODES, ConfigError, load

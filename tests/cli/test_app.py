@@ -1,8 +1,20 @@
 """The `mimo` command before any subcommand has begun."""
 
+import json
+import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from cli.app import SUBCOMMANDS, LazyGroup, app
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -15,10 +27,131 @@ class Impatient:
             raise KeyboardInterrupt
 
 sys.meta_path.insert(0, Impatient())
+sys.argv = ["mimo", "serve"]
 from cli.app import main
+main()
 """
 
 
 def test_an_interruption_of_the_imports_is_no_traceback() -> None:
     done = subprocess.run([sys.executable, "-c", _INTERRUPTED], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def commands(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command and group below `group`, with the words that lead to it."""
+    for name in list(group.commands):
+        found = group.load(name) if isinstance(group, LazyGroup) else group.commands[name]
+        yield (*words, name), found
+        if hasattr(found, "commands"):
+            yield from commands(found, (*words, name))
+
+
+ROOT_COMMAND: Any = typer.main.get_command(app)
+COMMANDS = dict(commands(ROOT_COMMAND))
+
+
+def test_every_command_is_found_by_its_name() -> None:
+    assert {words[0] for words in COMMANDS} == set(SUBCOMMANDS)
+    assert {("cache", "stats"), ("cache", "clear"), ("bench", "kv")} <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_help_has_an_example(words: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(app, [*words, "--help"])
+    assert done.exit_code == 0, done.output
+    assert re.search(rf"^\s*(Example: )?mimo {' '.join(words)}\b", done.output, re.MULTILINE), done.output
+
+
+@pytest.mark.parametrize("words", [words for words, found in COMMANDS.items() if not hasattr(found, "commands")])
+def test_an_unknown_flag_is_a_usage_error(words: tuple[str, ...]) -> None:
+    assert CliRunner().invoke(app, [*words, "--no-such-flag"]).exit_code == 2
+
+
+def test_what_stands_beside_the_names_fits_a_terminal() -> None:
+    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).output
+    for name, known in SUBCOMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(known.summary)}$", shown, re.MULTILINE)
+
+
+def test_version() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output == f"mimo {version('mimo-epd')}\n"
+
+
+HEAVY = ("torch", "numpy", "aiohttp", "zmq", "pydantic", "cli.load")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"]])
+def test_help_loads_nothing_that_serves(arguments: list[str]) -> None:
+    probe = f"import sys; from cli.app import app; app({arguments}, standalone_mode=False)"
+    probe += f"; sys.exit(str([name for name in {HEAVY} if name in sys.modules] or ''))"
+    done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == ""
+
+
+def completed(*words: str, shell: str = "bash", cwd: Path = ROOT) -> list[str]:
+    """What the shell is told after `mimo WORDS`, the last of them unfinished."""
+    line = " ".join(["mimo", *words])
+    environment = os.environ | {
+        "_MIMO_COMPLETE": f"complete_{shell}",
+        "COMP_WORDS": line.replace(" ", "\n"),
+        "COMP_CWORD": str(len(words)),
+        "_TYPER_COMPLETE_ARGS": line,
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+        "PYTHONPATH": str(ROOT),
+    }
+    probe = "import sys; sys.argv = ['mimo']; from cli.app import main\ntry: main()\nfinally:"
+    probe += " print('LOADED', *(m for m in ('torch', 'aiohttp') if m in sys.modules), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", probe], cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.stderr.strip() == "LOADED", done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_commands_are_completed(shell: str) -> None:
+    told = "\n".join(completed("", shell=shell))
+    assert all(name in told for name in SUBCOMMANDS)
+    assert "serve" in "\n".join(completed("se", shell=shell))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("serve", "--mode", ""), {"epd", "e-pd", "unified"}),
+        (("serve", "--role", "e"), {"encoder"}),
+        (("serve", "--model", "mimo"), {"mimo-nano"}),
+        (("serve", "--config", "un"), {"unified"}),
+        (("chat", "--model", "smol"), {"smollm2"}),
+        (("plan", "mimo-v2.5-"), {"mimo-v2.5-pro"}),
+        (("plan", "--gpu", "h2"), {"h20", "h200"}),
+        (("inspect", "mimo-v2-"), {"mimo-v2-flash"}),
+        (("cache", "st"), {"stats"}),
+        (("serve", "--prefill-"), {"--prefill-workers"}),
+    ],
+)
+def test_values_are_completed(words: tuple[str, ...], expected: set[str]) -> None:
+    told = set(completed(*words))
+    assert told >= expected
+    assert all(word.startswith(words[-1]) for word in told)
+
+
+@pytest.mark.parametrize("words", [("serve", "--media-root", ""), ("serve", "--model", "./"), ("encode", "sam")])
+def test_file_names_are_left_to_the_shell(words: tuple[str, ...]) -> None:
+    assert completed(*words) == []
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_completion_script_is_of_that_shell(shell: str) -> None:
+    environment = os.environ | {"_MIMO_COMPLETE": f"source_{shell}"}
+    command = [sys.executable, "-c", "import sys; sys.argv = ['mimo']; from cli.app import main; main()"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    word = {"bash": "complete -o default -F", "zsh": "#compdef mimo", "fish": "complete --command mimo"}[shell]
+    assert word in done.stdout
+
+
+def test_errors_are_one_object_in_json_mode() -> None:
+    command = [sys.executable, "-m", "cli", "inspect", "nowhere", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    error = json.loads(done.stderr)["error"]
+    assert (done.returncode, error["exit_code"], done.stdout) == (2, 2, "")
+    assert "nowhere" in error["message"]
