@@ -1,6 +1,7 @@
 """The page on a real deployment: ask about media, watch the stream, stop it, see where the time went."""
 
 import re
+from pathlib import Path
 
 import pytest
 from playwright.async_api import Browser
@@ -206,3 +207,28 @@ async def test_a_phone_shows_the_panes_one_below_the_other(browser: Browser, ser
         assert pipeline is not None
         assert pipeline["y"] >= chat["y"] + chat["height"] - 1
         assert await visit.page.evaluate("document.documentElement.scrollWidth") <= phone["width"]
+
+
+async def test_a_large_medium_is_uploaded_once_and_taken_back(
+    browser: Browser, service: Service, tmp_path: Path
+) -> None:
+    """Questions about it carry its id; with the chat it goes from the server."""
+    sample = KNOWN_ANSWERS["picture.png"]
+    large = tmp_path / "large.png"
+    # What follows a picture's end is none of it.
+    large.write_bytes((SAMPLES / sample.file).read_bytes() + bytes(5 << 20))
+    async with visiting(browser, service.url) as visit:
+        await visit.open()
+        await visit.page.set_input_files("#files", large)
+        await visit.attached(1)
+        async with visit.page.expect_request("**/v1/chat/completions") as asked:
+            assert await visit.ask(sample.question) == sample.answer
+        assert await visit.ask("Count from 1 to 3.")
+        assert visit.asked.count("/v1/files") == 1
+        image, _ = (await asked.value).post_data_json["messages"][0]["content"]
+        file_id = image["image_url"]["file_id"]
+        assert service.get(f"/v1/files/{file_id}").status == 200
+        async with visit.page.expect_response(f"**/v1/files/{file_id}") as deleted:
+            await visit.page.click("#new-chat")
+        assert (await deleted.value).status == 200
+        assert service.get(f"/v1/files/{file_id}").status == 404

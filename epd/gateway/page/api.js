@@ -65,6 +65,20 @@ export async function streamChat(body, { signal, onEvent }) {
   }
 }
 
+/** Leaves a file with the server until `deleteFile` or its time is up; resolves to its id. */
+export async function uploadFile(file, signal) {
+  const form = new FormData();
+  form.set("purpose", "user_data");
+  form.set("file", file, file.name);
+  const response = await call("/v1/files", { method: "POST", body: form, signal });
+  return (await response.json()).id;
+}
+
+/** The server forgets it some day in any case, so a failure is none of the person's business. */
+export async function deleteFile(id) {
+  await call(`/v1/files/${id}`, { method: "DELETE", keepalive: true }).catch(() => {});
+}
+
 async function call(path, options) {
   const headers = new Headers(options.headers);
   const key = apiKey();
@@ -103,7 +117,7 @@ function fromBody(status, body, headers) {
 }
 
 function hintFor({ status, code, param, retryAfter }) {
-  if (status === 401) return "Give the API key; New chat keeps what you have typed.";
+  if (status === 401) return "Try again asks for the key.";
   if (code === "unreachable") return "Is it still running? The page connects again by itself; then use Try again.";
   if (code === "stream_cut") return "The connection broke or the server stopped. What came is kept; Try again asks anew.";
   if (status === 413) return "Attach something smaller, or let the administrator raise gateway.max_body_bytes.";

@@ -1,5 +1,6 @@
 // Media on their way to a question: dropped, pasted, picked or recorded; shown with a button to take them back.
 
+import { deleteFile, uploadFile } from "./api.js";
 import { byId, el, svg } from "./dom.js";
 
 const BY_ENDING = {
@@ -9,6 +10,8 @@ const BY_ENDING = {
 };
 // As text in a message; longer ones are not meant for that.
 const MAX_TEXT_BYTES = 1 << 20;
+// Larger media are uploaded once; smaller ones travel within every question, and nothing of them stays behind.
+const MAX_INLINE_BYTES = 4 << 20;
 
 /** image, video, audio or text; null for what no message can hold. */
 export function kindOf(file) {
@@ -27,6 +30,7 @@ export class Medium {
     this.kind = kind;
     this.address = URL.createObjectURL(file);
     this.data = null;
+    this.fileId = null;
   }
 
   /** A node that shows it; a name where the browser cannot. */
@@ -40,14 +44,25 @@ export class Medium {
     return node;
   }
 
-  /** Its part of a message. Read from the file once, whatever the length of the conversation. */
-  async part() {
+  /** Its part of a message. Read or uploaded once, whatever the length of the conversation. Rejects with ApiError. */
+  async part(signal) {
+    const type = `${this.kind}_url`;
+    if (this.file.size > MAX_INLINE_BYTES) {
+      this.fileId ??= await uploadFile(this.file, signal);
+      return { type, [type]: { file_id: this.fileId } };
+    }
     this.data ??= await dataUrl(this.file);
-    return { type: `${this.kind}_url`, [`${this.kind}_url`]: { url: this.data } };
+    return { type, [type]: { url: this.data } };
+  }
+
+  /** The server no longer has it: the next question brings it again. */
+  forget() {
+    this.fileId = null;
   }
 
   release() {
     URL.revokeObjectURL(this.address);
+    if (this.fileId) deleteFile(this.fileId);
   }
 }
 

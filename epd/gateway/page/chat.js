@@ -173,7 +173,7 @@ export class Chat {
     await this.#answer();
   }
 
-  async #messages() {
+  async #messages(signal) {
     const messages = systemPrompt() ? [{ role: "system", content: systemPrompt() }] : [];
     for (const turn of this.#turns) {
       if (turn.role === "assistant") {
@@ -181,7 +181,7 @@ export class Chat {
       } else if (turn.role === "tool") {
         messages.push({ role: "tool", tool_call_id: turn.id, content: turn.text });
       } else if (turn.media.length) {
-        const parts = await Promise.all(turn.media.map((medium) => medium.part()));
+        const parts = await Promise.all(turn.media.map((medium) => medium.part(signal)));
         if (turn.text) parts.push({ type: "text", text: turn.text });
         messages.push({ role: "user", content: parts });
       } else {
@@ -209,8 +209,7 @@ export class Chat {
     const end = { usage: null, reason: null, warnings: [] };
     let fault = null;
     try {
-      const body = { model: this.model(), messages: await this.#messages(), stream: true, stream_options: { include_usage: true }, ...requestFields() };
-      await this.#stream(body, running.signal, view, end);
+      await this.#withKey(() => this.#stream(running.signal, view, end));
     } catch (error) {
       fault = error;
     }
@@ -223,20 +222,26 @@ export class Chat {
     this.#followEnd();
   }
 
-  async #stream(body, signal, view, end) {
-    const onEvent = (event) => {
+  async #stream(signal, view, end) {
+    const messages = await this.#messages(signal);
+    const body = { model: this.model(), messages, stream: true, stream_options: { include_usage: true }, ...requestFields() };
+    await streamChat(body, { signal, onEvent: (event) => {
       end.answerId ??= event.id;
       const [choice] = event.choices ?? [];
       if (choice?.delta) view.take(choice.delta);
       if (choice?.finish_reason) end.reason = choice.finish_reason;
       if (event.usage) end.usage = event.usage;
       if (event.warnings) end.warnings = event.warnings;
-    };
+    } });
+  }
+
+  /** Asks for the key once where the server wants one. */
+  async #withKey(attempt) {
     try {
-      await streamChat(body, { signal, onEvent });
+      await attempt();
     } catch (error) {
       if (!(error instanceof ApiError) || error.status !== 401 || !(await this.needKey(error.message))) throw error;
-      await streamChat(body, { signal, onEvent });
+      await attempt();
     }
   }
 
@@ -245,6 +250,7 @@ export class Chat {
     const { view } = turn;
     const stopped = fault?.name === "AbortError";
     if (fault && !stopped) view.after.append(faultNode(fault instanceof ApiError ? fault : new ApiError({ status: 0, code: fault.name, message: fault.message })));
+    if (fault?.status === 404) for (const { media } of this.#turns) for (const medium of media ?? []) medium.forget();
     if (end.warnings.length) view.after.append(el("p.notice.calm", {}, end.warnings.join(" ")));
     if (view.calls.length && !fault) this.#offerResults(turn);
     this.onEnd();

@@ -192,7 +192,6 @@ export class PipelineView {
     if (drawn === this.memoryDrawn) return;
     this.memoryDrawn = drawn;
     byId("memory").replaceChildren(...(rows.length ? rows : [el("p.empty", {}, "Nothing is up yet.")]));
-    // Healed tokens are counted among those of their tier, and were run again only in part.
     byId("cache").replaceChildren(...tokenBar(tiers));
   }
 
@@ -266,7 +265,7 @@ function factsOf({ stage, processes }, rate, sum, view) {
       const steps = rate("steps");
       return {
         big: [rate("generated_tokens"), "tok/s"],
-        lines: [...queue, ["batch", steps ? (rate("batched_sequences") / steps).toFixed(1) : "-"], ["drafts right", share(total("accepted_tokens"), total("drafted_tokens"))]],
+        lines: [...queue, ["batch", steps ? Math.max(1, rate("batched_sequences") / steps).toFixed(1) : "-"], ["drafts right", share(total("accepted_tokens"), total("drafted_tokens"))]],
         moving: rate("generated_tokens") + rate("prompt_tokens"),
       };
     }

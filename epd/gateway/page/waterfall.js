@@ -39,7 +39,7 @@ export function waterfall(receipt) {
   ];
 }
 
-/** Tokens by tier; healed ones are of the cached ones and were partly computed, so they are shown as their own. */
+/** Tokens by tier. What was healed lies between what was cached and what was computed: no token is counted twice. */
 export function tiersOf(receipt) {
   const { l1, l2, l3, healed } = receipt.cache_tokens;
   return { l1, l2, l3, healed, computed: Math.max(0, receipt.prompt_tokens - l1 - l2 - l3 - healed) };
@@ -54,7 +54,7 @@ function about(receipt) {
   }
   if (receipt.completion_tokens) facts.push([count(receipt.completion_tokens), "tokens written"]);
   for (const [modality, tokens] of Object.entries(receipt.media_tokens)) if (tokens) facts.push([count(tokens), `${modality} tokens`]);
-  if (receipt.cached_media) facts.push([count(receipt.cached_media), "media known already"]);
+  if (receipt.cached_media) facts.push([count(receipt.cached_media), receipt.cached_media === 1 ? "medium known already" : "media known already"]);
   if (receipt.num_attempts > 1) facts.push([count(receipt.num_attempts), "attempts"]);
   const outcome = isFailed(receipt) ? el("span.failed", {}, outcomeOf(receipt)) : el("span", {}, outcomeOf(receipt));
   return el("p.about", {}, outcome, ...facts.map(([value, words]) => el("span", {}, el("b", {}, value), ` ${words}`)));
