@@ -1,5 +1,6 @@
 """LiteLLM as a library. Its tree is heavy, so it is no part of the test extra: `pip install litellm` to run this."""
 
+import os
 from typing import Any
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 from tests.clients.asked import MEDIA, MODEL, PICTURE, PICTURE_ANSWER, TOOL, Shape
 from tests.e2e.service import KNOWN_ANSWERS, Service
 
+# Else it asks the network for prices while it is imported.
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 litellm: Any = pytest.importorskip("litellm", reason="LiteLLM is not installed: pip install litellm")
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
