@@ -13,7 +13,6 @@ from cli.encode_inputs import Input
 from cli.media_files import kind_of_file
 from preprocess.config import FetchLimits
 from preprocess.errors import MediaUndecodable
-from preprocess.fetch import Fetcher
 from preprocess.sniff import IMAGE_KINDS, describe, sniff
 from preprocess.types import MediaSource, Modality
 
@@ -102,6 +101,9 @@ class _Fetching:
     """A fetcher and the thread of its event loop."""
 
     def __init__(self, limits: FetchLimits) -> None:
+        # Only here: most inputs are files, and the command line is completed without it.
+        from preprocess.fetch import Fetcher
+
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fetch", daemon=True)
         self._thread.start()
