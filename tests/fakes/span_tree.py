@@ -44,11 +44,10 @@ class Node:
         (node,) = self.find(name)
         return node
 
-    def shape(self) -> Any:
-        """Names alone, for comparing: a leaf is its name, an inner span (name, sorted children)."""
-        if not self.children:
-            return self.name
-        return (self.name, sorted((child.shape() for child in self.children), key=str))
+    def shape(self) -> str:
+        """Names alone, for comparing: `name`, or `name(children)`, those by name."""
+        inside = ", ".join(sorted(child.shape() for child in self.children))
+        return f"{self.name}({inside})" if inside else self.name
 
     def walk(self) -> Iterator[Node]:
         yield self
