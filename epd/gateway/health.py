@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from encoder.client import EncoderClient
 from encoder.cluster import ClusterKeys
 from encoder.metrics import replica_metrics
-from epd.gateway.metrics import STAGE_OF_ROLE, role_metrics
+from epd.gateway.metrics_workers import STAGE_OF_ROLE, role_metrics
 from epd.router.workers import Fleet
 from epd.transport.sockets import WorkerChannel
 from epd.types import Role
