@@ -55,8 +55,7 @@ class AnswerJudge:
         media_type = content_type.partition(";")[0].strip()
         if not content or "*/*" in content:
             return
-        media_type = media_type if media_type in content else "*/*"
-        assert media_type in content, f"{where}: sent {content_type}, the document has only {', '.join(content)}"
+        assert media_type in content, f"{where}: sent {media_type}, the document has only {', '.join(content)}"
         if media_type == "application/json":
             _validate(self.document, content[media_type]["schema"], json.loads(body), where)
         elif media_type == "text/event-stream":

@@ -291,6 +291,7 @@ class FakeEncoder:
     encoded: list[bytes] = field(default_factory=list)
     kept: dict[MediaKey, Modality] = field(default_factory=dict)
     """Embeddings by key, as in an arena; what is not there cannot be had without content."""
+    asked: list[tuple[bytes, Modality, MediaOptions]] = field(default_factory=list)
     asked_by_key: list[MediaKey] = field(default_factory=list)
     leases: set[str] = field(default_factory=set)
     released: list[str] = field(default_factory=list)
@@ -309,6 +310,7 @@ class FakeEncoder:
             raise self.errors[content]
         else:
             self.encoded.append(content)
+            self.asked.append((content, modality, options))
         is_cached = key in self.kept
         self.kept[key] = modality
         layout = LAYOUTS[modality]

@@ -35,6 +35,7 @@ def container(kind: str, codec: str) -> bytes:
     out = io.BytesIO()
     with av.open(out, "w", format=kind) as file:
         stream = file.add_stream(codec, rate=48000)
+        assert isinstance(stream, av.AudioStream)
         frame = av.AudioFrame.from_ndarray(np.zeros((1, 48000), np.float32), format="fltp", layout="mono")
         frame.sample_rate = 48000
         for packet in stream.encode(frame):
