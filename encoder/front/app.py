@@ -21,6 +21,7 @@ from encoder.front.health import HealthBoard, Verdict
 from encoder.front.metrics import FrontMetrics
 from encoder.front.problems import Problem, Refused, internal_problem, problem_of
 from encoder.quoting import shown
+from encoder.tracing_web import note_problem, trace_requests
 from preprocess.errors import MediaError
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Front:
         metrics.inflight_media.set_function(lambda: desk.num_inflight)
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[self._edge])
+        app = web.Application(middlewares=[trace_requests, self._edge])
         app.add_routes(
             [
                 web.post("/v1/encode", self._encode),
@@ -87,6 +88,7 @@ class Front:
             response = _answer(problem_of(error))
         except asyncio.CancelledError:
             self._metrics.disconnects.inc()
+            self._count(request, _CLIENT_CLOSED_REQUEST)
             raise
         except Exception as error:
             # The outermost loop of a request: log, and end it.
@@ -96,11 +98,14 @@ class Front:
             else:
                 logger.exception("request %s failed", request_id)
                 response = _answer(internal_problem(request_id))
-        route = request.match_info.route.resource
-        self._metrics.requests.labels(route.canonical if route else "unknown", str(response.status)).inc()
+        self._count(request, response.status)
         if not response.prepared:
             response.headers["X-Request-Id"] = request_id
         return response
+
+    def _count(self, request: web.Request, status: int) -> None:
+        route = request.match_info.route.resource
+        self._metrics.requests.labels(route.canonical if route else "unknown", str(status)).inc()
 
     async def _encode(self, request: web.Request) -> web.StreamResponse:
         started_s = time.monotonic()
@@ -154,6 +159,7 @@ def _probe_response(verdict: Verdict) -> web.Response:
 
 
 def _answer(problem: Problem) -> web.Response:
+    note_problem(problem.code, problem.status, problem.message)
     return web.Response(
         body=problem.json_bytes(), status=problem.status, content_type="application/json", headers=problem.headers
     )

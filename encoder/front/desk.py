@@ -18,6 +18,7 @@ from typing import Final, Protocol
 from encoder.cache.arena import segment_path
 from encoder.client import ArenaReader
 from encoder.errors import EmbeddingLost, EncodeDeadline, EncoderBusy, EncoderError, EncoderUnavailable
+from encoder.tracing import span
 from encoder.types import EmbeddingRef, EncodeReply, EncoderInfo, StageTimings
 from encoder.wire import TensorFrame
 from preprocess.config import ProcessorConfig
@@ -160,8 +161,9 @@ class EncodeDesk:
             self._check_options(source.modality, source.options)
             started_s = self._clock()
             try:
-                async with asyncio.timeout(max(0.0, deadline_unix_s - started_s)) as limit:
-                    content = await self._fetcher.fetch(source, asker=asker)
+                with span("mimo.media.fetch", kind="client", attributes={"mimo.media.modality": source.modality.value}):
+                    async with asyncio.timeout(max(0.0, deadline_unix_s - started_s)) as limit:
+                        content = await self._fetcher.fetch(source, asker=asker)
             except TimeoutError as error:
                 if not limit.expired():
                     raise

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from encoder.errors import ArenaFull, EmbeddingTooLarge, EmbeddingUnknown, EncoderError, EncoderUnavailable
+from encoder.tracing import span
 from encoder.types import EmbeddingRef, EncodeReply, EncoderInfo
 from encoder.wire import TensorFrame
 from epd.errors import InvalidRequest, ServeError
@@ -263,7 +264,11 @@ class MediaStage:
         if part.file_id is not None and part.library is not None:
             return part, await part.library.file(part.file_id, f"{part.param}.file_id")
         if part.has_source:
-            return part, await self._fetcher.fetch(part.source, asker=asker)
+            attributes = {"mimo.request.part": part.param, "mimo.media.modality": part.source.modality.value}
+            with span("mimo.media.fetch", kind="client", attributes=attributes) as traced:
+                content = await self._fetcher.fetch(part.source, asker=asker)
+                traced.set({"mimo.media.bytes": len(content)})
+            return part, content
         found = None if part.library is None else part.library.named(uuid=part.uuid, key=part.key)
         if found is None:
             if part.key is None:

@@ -2,7 +2,7 @@
 
 mimo.request                      see `encoder.tracing_web`
   mimo.gateway.render, ...        the gateway's own steps, from the receipt
-  mimo.media.fetch                one for each medium, from the receipt
+  mimo.media.fetch                one for each medium that is fetched
   mimo.encode                     one for each medium, see `encoder.client`
   mimo.generate                   one for each attempt of each choice; workers' spans are its children
 """
@@ -93,16 +93,10 @@ def trace_receipt(receipt: Receipt) -> None:
 
 
 def _record(step: Step, arrival_unix_s: float) -> Record | None:
-    if step.stage != "gateway":
-        return None
-    if step.name == "fetch":
-        name = "mimo.media.fetch"
-    elif step.name in _STEPS:
-        name = f"mimo.gateway.{step.name}"
-    else:
+    if step.stage != "gateway" or step.name not in _STEPS:
         return None
     return Record(
-        name=name,
+        name=f"mimo.gateway.{step.name}",
         start_unix_s=arrival_unix_s + step.start_s,
         stop_unix_s=arrival_unix_s + step.stop_s,
         attributes={"mimo.request.part": step.item} if step.item else {},
