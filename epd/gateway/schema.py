@@ -47,6 +47,8 @@ class ChatBody(GenerationBody):
     functions: None = None
     function_call: None = None
     prediction: None = None
+    moderation: None = None
+    prompt_cache_options: None = None
     verbosity: Literal["medium"] | None = None
     web_search_options: None = None
     prompt_cache_retention: Literal["in_memory", "in-memory"] | None = None
@@ -69,7 +71,7 @@ class ChatBody(GenerationBody):
                 "max_completion_tokens",
                 f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens}; give one",
             )
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise Conflict("top_logprobs", f"top_logprobs is {self.top_logprobs}; it needs logprobs to be true")
         thinking = self.chat_template_kwargs.enable_thinking if self.chat_template_kwargs else None
         effort = self.reasoning_effort

@@ -19,7 +19,8 @@ MAX_LOGPROBS = 20
 
 
 class StreamOptions(Shape):
-    """`continuous_usage_stats` puts the usage so far into every event. `include_obfuscation` would pad events."""
+    """`include_usage` asks for an event with the usage after the last choice, `continuous_usage_stats` for the usage so
+    far in every event. `include_obfuscation` would pad events."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -87,17 +88,20 @@ class GenerationBody(Shape):
     cache_salt: None = None
     kv_transfer_params: None = None
     vllm_xargs: None = None
+    request_id: None = None
+    return_token_ids: Literal[False] | None = None
+    rid: None = None
+    lora_path: None = None
+    session_params: None = None
+    custom_params: None = None
+    custom_logit_processor: None = None
+    return_hidden_states: Literal[False] | None = None
+    stop_regex: None = None
 
     @model_validator(mode="after")
     def _stream_options_agree(self) -> "GenerationBody":
-        options = self.stream_options
-        if options is not None and not self.stream:
+        if self.stream_options is not None and not self.stream:
             raise Conflict("stream_options", "stream_options is given; it needs stream to be true")
-        if options is not None and options.continuous_usage_stats and not options.include_usage:
-            raise Conflict(
-                "stream_options.continuous_usage_stats",
-                "stream_options.continuous_usage_stats is true; it needs stream_options.include_usage to be true",
-            )
         return self
 
     @property

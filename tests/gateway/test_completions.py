@@ -93,6 +93,8 @@ async def test_running_usage_in_every_chunk() -> None:
         counts = [event["usage"]["completion_tokens"] for event in events[:-1]]
         assert counts == [*range(1, len(TOKENS) + 1), len(TOKENS) + 1, len(TOKENS) + 1]
         assert {event["usage"]["prompt_tokens"] for event in events[:-1]} == {1}
+        events = await streamed(stack, stream_options={"continuous_usage_stats": True})
+        assert [event["usage"]["completion_tokens"] for event in events[:-1]] == counts[:-1], "no usage of its own"
         events = await stack.events(stream_options=options)
         counts = [event["usage"]["completion_tokens"] for event in events[:-1]]
         assert counts == [0, *range(1, len(TOKENS) + 1), len(TOKENS) + 1, len(TOKENS) + 1]
@@ -191,7 +193,7 @@ async def test_special_tokens_of_a_prompt_are_special() -> None:
         ("a", {"min_tokens": 17}, "min_tokens", "at most max_tokens"),
         ("a", {"stop_token_ids": [5, 10**6]}, "stop_token_ids[1]", "ids of this model"),
         ("a", {"stream_options": {"include_usage": True}}, "stream_options", "stream"),
-        ("a", {"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options", "include_usage"),
+        ("a", {"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options", "false"),
         ("word " * 5000, {}, "prompt", "context"),
         ([5] * CONTEXT_TOKENS, {}, "prompt", "context"),
         ("a", {"messages": []}, "messages", "unknown field"),
