@@ -7,6 +7,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+from cli.cluster import ClusterConfig
 from cli.load import load
 from cli.load_role import EncoderDeployment, load_any
 
@@ -40,10 +41,11 @@ def resolved(tmp_path: Path) -> dict[str, Any]:
         "supervisor": config.supervisor,
         "front": alone.front,
         "sglang": alone.sglang,
+        "cluster": ClusterConfig(),
     }
     for section, settings in sections.items():
         for field in fields(settings):
-            if field.name not in DERIVED:
+            if field.name not in DERIVED or section == "cluster":
                 assert field.default is not MISSING or field.default_factory is not MISSING
                 value = getattr(settings, field.name)
                 found[f"{section}.{field.name}"] = list(value) if isinstance(value, tuple) else value
