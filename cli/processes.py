@@ -1,6 +1,7 @@
 """The processes of a deployment: which there are, running them until a signal, and waiting until they are ready."""
 
 import asyncio
+import errno
 import signal
 import socket
 import time
@@ -12,7 +13,9 @@ from rich.console import Console
 from cli.arena import arena_name, host_arena
 from cli.load import ConfigError, ServeConfig
 from cli.load_role import EncoderDeployment, RoleDeployment
+from cli.port_owner import port_owner
 from cli.stage import EncoderStage, GatewayStage, Stage, WorkerStage
+from cli.startup import PlainView
 from cli.supervisor import StageEvent, StageFailed, Supervisor
 from encoder.cluster import ClusterKeys
 
@@ -64,14 +67,21 @@ async def serve_processes(
     *,
     announce: Callable[[], Coroutine[Any, Any, None]],
     keys: ClusterKeys | None = None,
+    view: PlainView | None = None,
 ) -> None:
     """Keep the stages alive until `stop`, then end them in order. `announce` runs beside them, once.
 
     Raises StageFailed for a stage that is beyond restarting, and what `announce` raises.
     """
+    view = PlainView(console) if view is None else view
     with host_arena(config.encoders, config.runtime_dir):
         supervisor = Supervisor(
-            stages, runtime_dir=config.runtime_dir, config=config.supervisor, keys=keys, on_event=show_event
+            stages,
+            runtime_dir=config.runtime_dir,
+            config=config.supervisor,
+            keys=keys,
+            on_event=view.event,
+            on_log=view.log if view.captures_logs else None,
         )
         await supervisor.start()
         waits: list[asyncio.Task[Any]] = [
@@ -87,7 +97,7 @@ async def serve_processes(
                 await asyncio.wait([stopped, failed], return_when=asyncio.FIRST_COMPLETED)
             if failed.done():
                 failed.result()
-            console.print("stopping: finishing what is in flight")
+            view.stopping()
         finally:
             for task in waits:
                 task.cancel()
@@ -97,12 +107,7 @@ async def serve_processes(
 
 def show_event(event: StageEvent) -> None:
     """One line of what happened to a process."""
-    if event.what == "started":
-        console.print(f"  {event.name:<12} pid {event.pid}", style="dim")
-    elif event.what == "silent":
-        console.print(f"  {event.name:<12} pid {event.pid} silent for {event.silent_s:.0f} s: killed", style="yellow")
-    elif event.returncode:
-        console.print(f"  {event.name:<12} pid {event.pid} ended with {event.returncode}", style="yellow")
+    PlainView(console).event(event)
 
 
 async def until_ready(config: ServeConfig | EncoderDeployment | RoleDeployment) -> None:
@@ -145,4 +150,8 @@ def require_free_port(host: str, port: int, *, flag: str = "--port") -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         socket.create_server((host, port), family=family).close()
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another with {flag}") from error
+        owner = port_owner(port) if error.errno == errno.EADDRINUSE else None
+        whose = f", by {owner}" if owner else ""
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}{whose}; choose another with {flag}"
+        ) from error

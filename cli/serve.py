@@ -32,6 +32,7 @@ from cli.processes import (
 )
 from cli.runtime import run_directory
 from cli.stage import FrontStage, Stage
+from cli.startup import LOG_FORMATS, LogFormat, PlainView, startup_view
 from cli.supervisor import StageFailed, StageRefused
 from cli.terminal import quoted
 from encoder.checkpoint import read_json_object
@@ -141,6 +142,13 @@ def serve(
             help='Any other setting; repeatable. Lists: a,b or a JSON list, \'["a", "b"]\'.',
         ),
     ] = None,
+    log_format: Annotated[
+        str,
+        typer.Option(
+            help="Of what happens to the stages, on standard error: text, or json with an object per line.",
+            autocompletion=one_of(*LOG_FORMATS),
+        ),
+    ] = "text",
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Show the resolved settings as JSON and stop.")
     ] = False,
@@ -153,6 +161,8 @@ def serve(
 
     Example: mimo serve --role decode --listen tcp://0.0.0.0:7002 --cluster-key-file cluster.key
     """
+    if log_format not in LOG_FORMATS:
+        raise ConfigError(f"--log-format is {log_format!r}; allowed: {', '.join(LOG_FORMATS)}")
     known_role = given_role(config, role)
     http = "front" if known_role == "encoder" else "gateway"
     flags = _flags(
@@ -192,7 +202,7 @@ def serve(
                 return
             if isinstance(resolved, EncoderDeployment):
                 require_free_port(resolved.front.host, resolved.front.port)
-                asyncio.run(_serve_encoder(resolved))
+                asyncio.run(_serve_encoder(resolved, log_format))
                 return
             if isinstance(resolved, RoleDeployment):
                 # Only here: the command line is completed without it.
@@ -202,7 +212,7 @@ def serve(
                 return
             check_deployment(resolved)
             require_free_port(resolved.gateway.host, resolved.gateway.port)
-            asyncio.run(_serve(resolved))
+            asyncio.run(_serve(resolved, log_format))
     except StageFailed as error:
         console.print(f"[red]mimo serve:[/] {quoted(str(error))}")
         raise typer.Exit(2 if isinstance(error, StageRefused) else 1) from error
@@ -242,13 +252,13 @@ def _store_url(given: str) -> str | None:
     return given if "://" in given or given.startswith("unix:") else str(Path(given).expanduser().absolute())
 
 
-async def _serve_encoder(config: EncoderDeployment) -> None:
+async def _serve_encoder(config: EncoderDeployment, log_format: LogFormat) -> None:
     front = FrontStage(config=config.front, sglang=config.sglang)
     stages: list[Stage] = [*encoder_stages(config, config.front.encoders), front]
-    await serve_processes(config, stages, stop_signal(), announce=lambda: _announce_encoder(config))
+    await _serve_shown(config, stages, stop_signal(), log_format)
 
 
-async def _serve(config: ServeConfig) -> None:
+async def _serve(config: ServeConfig, log_format: LogFormat) -> None:
     stop = stop_signal()
     if config.mode == "unified":
         from cli.unified import serve_unified
@@ -256,23 +266,32 @@ async def _serve(config: ServeConfig) -> None:
         log_to_stderr("unified")
         await serve_unified(config, stop, on_ready=lambda: _greet(config))
         return
-    await serve_processes(config, build_stages(config), stop, announce=lambda: _announce(config))
+    await _serve_shown(config, build_stages(config), stop, log_format)
 
 
-async def _announce(config: ServeConfig) -> None:
+async def _serve_shown(
+    config: ServeConfig | EncoderDeployment, stages: Sequence[Stage], stop: asyncio.Event, log_format: LogFormat
+) -> None:
+    """Serve, and show how the stages come up. Raises Exit for a stage that is beyond restarting, which is told."""
+    with startup_view(console, [stage.name for stage in stages], log_format) as view:
+        try:
+            await serve_processes(config, stages, stop, announce=lambda: _announce(config, view), view=view)
+        except StageFailed as error:
+            view.failed(error)
+            raise typer.Exit(2 if isinstance(error, StageRefused) else 1) from error
+
+
+async def _announce(config: ServeConfig | EncoderDeployment, view: PlainView) -> None:
     """Wait until every stage is ready, then say where the API is. Raises StageFailed."""
     started_s = time.monotonic()
     await until_ready(config)
-    console.print(f"ready after {time.monotonic() - started_s:.1f} s")
-    await _greet(config)
-
-
-async def _announce_encoder(config: EncoderDeployment) -> None:
-    """`_announce` of encoders by themselves."""
-    started_s = time.monotonic()
-    await until_ready(config)
-    console.print(f"ready after {time.monotonic() - started_s:.1f} s")
-    greet_encoder(config, reach(config), console)
+    view.ready(time.monotonic() - started_s, f"http://{reach(config)}")
+    if view.is_for_machines:
+        return
+    if isinstance(config, EncoderDeployment):
+        greet_encoder(config, reach(config), console)
+    else:
+        await _greet(config)
 
 
 async def _greet(config: ServeConfig) -> None:

@@ -21,9 +21,15 @@ from cli.stage import EXIT_USAGE, FrontStage, GatewayStage, Stage, stage_kind, w
 from cli.watch import Watch
 from encoder.cluster import ClusterKeys
 
+_READ_OUT_S = 1.0
+
 
 class StageFailed(Exception):
-    """A stage cannot run: it keeps exiting by itself soon after its start."""
+    """A stage cannot run: it keeps exiting by itself soon after its start. `stage` is its name, if it is one alone."""
+
+    def __init__(self, message: str, *, stage: str | None = None) -> None:
+        super().__init__(message)
+        self.stage = stage
 
 
 class StageRefused(StageFailed):
@@ -35,7 +41,7 @@ class StageEvent:
     """What happened to a process, for whoever shows it."""
 
     name: str
-    what: Literal["started", "exited", "silent"]
+    what: Literal["started", "ready", "exited", "silent"]
     pid: int
     returncode: int | None = None
     silent_s: float = 0.0
@@ -52,16 +58,20 @@ class Supervisor:
         config: SupervisorConfig,
         keys: ClusterKeys | None = None,
         on_event: Callable[[StageEvent], None] = lambda event: None,
+        on_log: Callable[[str, str], None] | None = None,
     ) -> None:
+        """`on_log(name, line)` is told what the stages write; None leaves it to this process's standard error."""
         self._stages = tuple(stages)
         self._runtime_dir = runtime_dir
         self._config = config
         self._on_event = on_event
+        self._on_log = on_log
+        self._readers: dict[str, asyncio.Task[None]] = {}
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._failure: asyncio.Future[None] | None = None
         self._stopping = False
-        self._watch = Watch(stages, config, on_silence=self._kill_silent, keys=keys)
+        self._watch = Watch(stages, config, on_silence=self._kill_silent, on_first=self._first_heard, keys=keys)
         self._watching: asyncio.Task[None] | None = None
 
     @property
@@ -116,6 +126,7 @@ class Supervisor:
             started_s = time.monotonic()
             process = await self._spawn(stage)
             returncode = await process.wait()
+            await self._read_out(stage.name)
             self._on_event(StageEvent(stage.name, "exited", process.pid, returncode))
             if self._stopping:
                 return
@@ -133,13 +144,30 @@ class Supervisor:
     async def _spawn(self, stage: Stage) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
             *self._command(stage),
+            stdout=None if self._on_log is None else asyncio.subprocess.PIPE,
+            stderr=None if self._on_log is None else asyncio.subprocess.STDOUT,
             # Ctrl-C in a terminal reaches the whole group; the order of the stop is the supervisor's to keep.
             preexec_fn=_ignore_interrupt,
         )
         self._processes[stage.name] = process
+        if self._on_log is not None and process.stdout is not None:
+            reading = _relay(process.stdout, stage.name, self._on_log)
+            self._readers[stage.name] = asyncio.create_task(reading, name=f"log of {stage.name}")
         self._watch.started(stage.name)
         self._on_event(StageEvent(stage.name, "started", process.pid))
         return process
+
+    async def _read_out(self, name: str) -> None:
+        """What an ended process has written is told; a child of its that holds the pipe is not waited for."""
+        reader = self._readers.pop(name, None)
+        if reader is not None:
+            await asyncio.wait([reader], timeout=_READ_OUT_S)
+            reader.cancel()
+
+    def _first_heard(self, name: str) -> None:
+        process = self._processes.get(name)
+        if process is not None:
+            self._on_event(StageEvent(name, "ready", process.pid))
 
     def _command(self, stage: Stage) -> list[str]:
         return [
@@ -167,10 +195,25 @@ class Supervisor:
 
     def _give_up(self, stage: Stage, returncode: int, num_exits: int) -> None:
         if returncode == EXIT_USAGE:
-            self._fail(StageRefused(f"{stage.name} refused its settings or its checkpoint; its log above says why"))
+            self._fail(
+                StageRefused(
+                    f"{stage.name} refused its settings or its checkpoint; its log above says why", stage=stage.name
+                )
+            )
         else:
             times = f"{num_exits} times in a row (exit code {returncode})"
-            self._fail(StageFailed(f"{stage.name} exited by itself {times}; see its log above"))
+            self._fail(StageFailed(f"{stage.name} exited by itself {times}; see its log above", stage=stage.name))
+
+
+async def _relay(stream: asyncio.StreamReader, name: str, on_log: Callable[[str, str], None]) -> None:
+    """Line by line, however long; the last one may lack its end."""
+    rest = b""
+    while chunk := await stream.read(1 << 16):
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            on_log(name, line.decode(errors="replace"))
+    if rest:
+        on_log(name, rest.decode(errors="replace"))
 
 
 def _ignore_interrupt() -> None:

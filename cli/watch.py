@@ -21,7 +21,8 @@ from epd.types import Hello, ToWorker
 
 
 class Watch:
-    """Calls `on_silence(name)` for a stage that has stopped answering, once per start of its process."""
+    """Calls `on_silence(name)` for a stage that has stopped answering, and `on_first(name)` for one that begins to:
+    each once per start of its process."""
 
     def __init__(
         self,
@@ -29,19 +30,24 @@ class Watch:
         config: SupervisorConfig,
         *,
         on_silence: Callable[[str, float], None],
+        on_first: Callable[[str], None] = lambda name: None,
         keys: ClusterKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stages = tuple(stages)
         self._config = config
         self._on_silence = on_silence
+        self._on_first = on_first
         self._keys = keys
         self._clock = clock
         self._heard_s: dict[str, float] = {}
 
     def heard(self, name: str) -> None:
         """The stage has answered."""
+        is_first = name not in self._heard_s
         self._heard_s[name] = self._clock()
+        if is_first:
+            self._on_first(name)
 
     def started(self, name: str) -> None:
         """The stage is a new process: nothing is expected of it until it answers."""

@@ -130,7 +130,7 @@ class Terminal:
         deadline_s = time.monotonic() + timeout_s
         while text not in self.seen[self._read_to :]:
             left_s = deadline_s - time.monotonic()
-            assert left_s > 0, f"no {text!r} in {self.seen[self._read_to :]!r}"
+            assert left_s > 0, f"no {text!r} in {self.seen[self._read_to :][-2000:]!r}"
             if select.select([self.master], [], [], left_s)[0]:
                 try:
                     self.seen += os.read(self.master, 65536).decode(errors="replace")

@@ -1,0 +1,243 @@
+"""What `mimo serve` shows while its stages come up: a live table on a terminal, lines elsewhere, JSON for machines.
+
+On a terminal the logs of the stages go through here, so that the table stays calm: their latest message stands beside
+their name, warnings are shown above, and once all are ready logs run on as they come. Of a stage that fails, the last
+lines are told, and the reason.
+"""
+
+import json
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Literal, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from cli.plan_units import gib
+from cli.supervisor import StageEvent, StageFailed, StageRefused
+from cli.terminal import printable_line, quoted
+
+LogFormat = Literal["text", "json"]
+LOG_FORMATS: Final[tuple[LogFormat, ...]] = ("text", "json")
+_KEPT_LINES: Final = 200
+_SHOWN_LINES: Final = 12
+# "2026-01-01 10:00:00,000 decode-0 INFO epd.engine.worker: the message"
+_LOG_LINE: Final = re.compile(r"\S+ \S+ \S+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) [\w.]+: (.*)")
+_MENTIONED_BYTES: Final = 1 << 30
+_SYMBOLS: Final = {"waiting": "·", "starting": "…", "ready": "✓", "ended": "!"}
+_STYLES: Final = {"waiting": "dim", "starting": "", "ready": "green", "ended": "yellow"}
+
+
+class PlainView:
+    """Lines as things happen; logs of stages go to standard error by themselves."""
+
+    captures_logs = False
+    is_for_machines = False
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing is held."""
+
+    def event(self, event: StageEvent) -> None:
+        """One line of what happened to a process."""
+        match event.what:
+            case "started":
+                self._console.print(f"  {event.name:<12} pid {event.pid}", style="dim")
+            case "silent":
+                said = f"  {event.name:<12} pid {event.pid} silent for {event.silent_s:.0f} s: killed"
+                self._console.print(said, style="yellow")
+            case "exited" if event.returncode:
+                self._console.print(f"  {event.name:<12} pid {event.pid} ended with {event.returncode}", style="yellow")
+
+    def log(self, name: str, line: str) -> None:
+        """A line that a stage has logged, where they come through here."""
+
+    def ready(self, elapsed_s: float, url: str) -> None:
+        """Every stage is ready."""
+        self._console.print(f"ready after {elapsed_s:.1f} s")
+
+    def stopping(self) -> None:
+        """Told to stop."""
+        self._console.print("stopping: finishing what is in flight")
+
+    def failed(self, error: StageFailed) -> None:
+        """A stage is beyond restarting; what it logged stands above."""
+        self._console.print(f"[red]mimo serve:[/] {quoted(str(error))}")
+
+
+class JsonView(PlainView):
+    """An object per line on standard error: `event`, `time` (Unix seconds) and what belongs to it."""
+
+    is_for_machines = True
+
+    def event(self, event: StageEvent) -> None:
+        facts: dict[str, Any] = {"stage": event.name, "pid": event.pid}
+        if event.what == "exited":
+            facts["returncode"] = event.returncode
+        if event.what == "silent":
+            facts["silent_s"] = event.silent_s
+        self._tell(f"stage_{event.what}", **facts)
+
+    def ready(self, elapsed_s: float, url: str) -> None:
+        self._tell("ready", elapsed_s=elapsed_s, url=url)
+
+    def stopping(self) -> None:
+        self._tell("stopping")
+
+    def failed(self, error: StageFailed) -> None:
+        self._tell(
+            "failed", message=str(error), stage=error.stage, exit_code=2 if isinstance(error, StageRefused) else 1
+        )
+
+    def _tell(self, event: str, **facts: Any) -> None:
+        sys.stderr.write(json.dumps({"event": event, "time": time.time(), **facts}) + "\n")
+        sys.stderr.flush()
+
+
+@dataclass(slots=True)
+class _Row:
+    """One stage. `ready_s` is when it was, None before."""
+
+    state: Literal["waiting", "starting", "ready", "ended"] = "waiting"
+    pid: int | None = None
+    started_s: float | None = None
+    ready_s: float | None = None
+    said: str = ""
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
+
+
+class LiveView(PlainView):
+    """A line per stage that is kept up to date until all are ready, or one has failed."""
+
+    captures_logs = True
+
+    def __init__(
+        self,
+        console: Console,
+        stages: Sequence[str],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        proc: Path = Path("/proc"),
+    ) -> None:
+        super().__init__(console)
+        self._rows = {name: _Row() for name in stages}
+        self._clock = clock
+        self._proc = proc
+        self._live: Live | None = Live(console=console, get_renderable=self.table, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def event(self, event: StageEvent) -> None:
+        if self._live is None:
+            if event.what != "ready":
+                super().event(event)
+            return
+        row = self._rows[event.name]
+        match event.what:
+            case "started":
+                row.state, row.pid, row.started_s = "starting", event.pid, self._clock()
+            case "ready":
+                row.state, row.ready_s = "ready", self._clock()
+            case "silent":
+                row.said = f"silent for {event.silent_s:.0f} s: killed"
+            case "exited":
+                row.state, row.said = "ended", f"ended with {event.returncode}, starting again"
+
+    def log(self, name: str, line: str) -> None:
+        row = self._rows[name]
+        row.lines.append(line)
+        found = _LOG_LINE.match(line)
+        if self._live is None:
+            sys.stderr.write(f"{line}\n")
+            sys.stderr.flush()
+        elif found is not None:
+            row.said = found[2]
+            if found[1] != "INFO":
+                self._console.print(Text(printable_line(line)), style="yellow", soft_wrap=True)
+
+    def ready(self, elapsed_s: float, url: str) -> None:
+        for row in self._rows.values():
+            # The last to answer the watch may be ready before it is asked again.
+            row.state, row.ready_s = "ready", row.ready_s or self._clock()
+        table = self.table()
+        self._end()
+        self._console.print(table)
+        super().ready(elapsed_s, url)
+
+    def stopping(self) -> None:
+        self._end()
+        super().stopping()
+
+    def failed(self, error: StageFailed) -> None:
+        """The last lines of whoever failed, or of all that were not ready; and the reason."""
+        self._end()
+        late = [name for name, row in self._rows.items() if row.state != "ready"]
+        for name in [error.stage] if error.stage in self._rows else late:
+            for line in list(self._rows[str(name)].lines)[-_SHOWN_LINES:]:
+                self._console.print(Text(f"  {printable_line(line)}"), style="dim", soft_wrap=True)
+        super().failed(error)
+
+    def table(self) -> Table:
+        """As it is now."""
+        table = Table(box=None, show_header=False, padding=(0, 1))
+        for justify in ("left", "left", "right", "left"):
+            table.add_column(justify=justify, no_wrap=True)
+        for name, row in self._rows.items():
+            style = _STYLES[row.state]
+            since_s = 0.0 if row.started_s is None else (row.ready_s or self._clock()) - row.started_s
+            clock = f"{since_s:.1f} s" if row.started_s is not None else ""
+            table.add_row(f"{_SYMBOLS[row.state]} {name}", row.state, clock, self._detail(row), style=style)
+        return table
+
+    def _detail(self, row: _Row) -> str:
+        """What it says, and while it loads how much it has taken into memory: weights are most of it."""
+        if row.state == "ready":
+            return ""
+        held_bytes = self._resident_bytes(row)
+        held = f"{gib(held_bytes)} in memory" if held_bytes >= _MENTIONED_BYTES else ""
+        return ", ".join(part for part in (printable_line(row.said)[:80], held) if part)
+
+    def _resident_bytes(self, row: _Row) -> int:
+        if row.pid is None or row.state != "starting":
+            return 0
+        try:
+            pages = int((self._proc / str(row.pid) / "statm").read_text().split()[1])
+        except (OSError, IndexError, ValueError):
+            # It has ended meanwhile.
+            return 0
+        return pages * 4096
+
+    def _end(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+
+def startup_view(console: Console, stages: Sequence[str], log_format: LogFormat = "text") -> PlainView:
+    """What suits whoever reads."""
+    if log_format == "json":
+        return JsonView(console)
+    return LiveView(console, stages) if console.is_terminal else PlainView(console)
