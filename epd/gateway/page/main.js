@@ -92,7 +92,7 @@ const chat = new Chat({
   onEnd: () => pipeline.hurry(),
   showTiming: (requestId) => {
     if (!pipeline.chooseRequest(requestId)) say("The times of this answer are no longer kept.");
-    else if (matchMedia("(max-width: 900px)").matches) byId("waterfall").scrollIntoView({ behavior: "smooth" });
+    else if (matchMedia("(max-width: 900px)").matches) byId("waterfall").parentElement.scrollIntoView({ behavior: "smooth" });
   },
 });
 const pipeline = new PipelineView({ needKey, onView });

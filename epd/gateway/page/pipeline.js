@@ -238,7 +238,7 @@ function factsOf({ stage, processes }, rate, sum, view) {
     case "gateway":
       return {
         big: [sum("running"), "in flight"],
-        lines: [["ended", count(total("requests"))], ["per second", rate("requests").toFixed(1)], ["at most", count(view.max_inflight)], ["up for", longer(view.uptime_s)]],
+        lines: [["ended", count(total("requests"))], ["rate", `${rate("requests").toFixed(1)}/s`], ["at most", count(view.max_inflight)], ["up for", longer(view.uptime_s)]],
         moving: rate("requests"),
       };
     case "encode": {
