@@ -8,7 +8,7 @@ from epd.gateway.answer_shapes import ChatCompletion, ChatCompletionChunk
 from epd.gateway.chat import ChatService
 from epd.gateway.examples import CHAT
 from epd.gateway.exchange import Exchange, Started, style_of
-from epd.gateway.operations import Answer, Operation
+from epd.gateway.operations import MEDIA_ERRORS, Answer, Operation
 from epd.gateway.reply import ChatWriter
 from epd.gateway.schema import ChatBody
 
@@ -37,7 +37,7 @@ class ChatCompletions:
                         events=ChatCompletionChunk,
                     )
                 },
-                errors=(404, 422, 429, 502, 504),
+                errors=(*MEDIA_ERRORS, 429),
             ),
         )
 

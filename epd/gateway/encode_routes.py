@@ -17,7 +17,7 @@ from epd.gateway.admission import Admission
 from epd.gateway.encode_shapes import Encoded, EncodeFailed, EncodeForm
 from epd.gateway.library import Libraries, Library
 from epd.gateway.media import Encoder, MediaFetcher
-from epd.gateway.operations import Answer, FormBody, Operation
+from epd.gateway.operations import MEDIA_ERRORS, Answer, FormBody, Operation
 from epd.gateway.owner import owner_of
 from epd.gateway.problems import Problem, Refused, problem_of
 from epd.gateway.schema_parts import AudioPart, FilePart, ImagePart, InputAudioPart, VideoPart
@@ -91,7 +91,7 @@ class Encode:
                     )
                 },
                 error_shape=EncodeFailed,
-                errors=(403, 404, 409, 422, 502, 504),
+                errors=(*MEDIA_ERRORS, 403, 429),
             ),
         )
 
@@ -100,9 +100,8 @@ class Encode:
             raise InvalidRequest("this model takes text only; it has no towers that could encode media")
         async with self._admission.session():
             self._admission.check()
-            with self._admission.place():
-                async with self._admission.deadline():
-                    return await self._answer(request, self._endpoint)
+            async with self._admission.deadline():
+                return await self._answer(request, self._endpoint)
 
     async def _answer(self, request: web.Request, endpoint: EncodeEndpoint) -> web.StreamResponse:
         headers: dict[str, str] = request[ANSWER_HEADERS]
@@ -112,6 +111,7 @@ class Encode:
                 headers=headers,
                 deadline_unix_s=self._unix_clock() + self._config.request_timeout_s,
                 shelf=_Shelf(self._libraries.of(owner_of(request))),
+                place=self._admission.place(),
             )
         except FrontRefusal as refused:
             problem = refused.problem

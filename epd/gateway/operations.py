@@ -29,7 +29,6 @@ ERRORS: Mapping[int, str] = {
     429: "More requests than this API key may make",
     499: "The client left",
     500: "A fault of the server; its log has it under the request id",
-    502: "A medium could not be fetched from where it lies",
     503: "Busy, or a stage is down; Retry-After says when to come back",
     504: "The answer was not complete in time",
 }
@@ -38,6 +37,10 @@ ERRORS: Mapping[int, str] = {
 # 400 is also the answer to what is no HTTP.
 _ERRORS_OF_ALL = frozenset({400, 401, 405, 500})
 _ERRORS_OF_BODIES = frozenset({408, 413, 415, 503})
+
+
+MEDIA_ERRORS = (404, 409, 413, 415, 422, 503, 504)
+"""What an operation that reads media can answer besides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

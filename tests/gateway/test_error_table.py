@@ -11,6 +11,7 @@ import pytest
 import epd.gateway
 from encoder.errors import EncoderError
 from epd.errors import ServeError
+from epd.gateway.operations import MEDIA_ERRORS
 from preprocess.errors import MediaError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -42,3 +43,13 @@ def test_every_error_has_its_row(base: type[Exception]) -> None:
         if kind.__module__.split(".")[0] in ("epd", "encoder", "preprocess") and kind.code not in NEVER_SENT  # type: ignore[attr-defined]
     } - documented.keys()
     assert not missing
+
+
+def test_routes_that_read_media_document_all_that_media_can_cause() -> None:
+    possible = {
+        kind.status  # type: ignore[attr-defined]
+        for base in (MediaError, EncoderError)
+        for kind in kinds(base)
+        if kind.code not in NEVER_SENT  # type: ignore[attr-defined]
+    }
+    assert possible - {400, 500} <= set(MEDIA_ERRORS)
