@@ -109,7 +109,7 @@ class Files:
                 path="/v1/files/{file_id}/content",
                 handler=self.file_content,
                 summary="The bytes of a file",
-                responses={200: Answer(description="The bytes, with the type they were recognised as", media_type="*/*")},
+                responses={200: Answer(description="The bytes, with their recognised type", media_type="*/*")},
                 **of_file,  # type: ignore[arg-type]
             ),
             Operation(
