@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import numpy as np
@@ -70,21 +71,36 @@ class EncodeEndpoint:
         headers: Mapping[str, str],
         deadline_unix_s: float,
         shelf: Shelf = _EMPTY,
+        place: AbstractContextManager[None] | None = None,
     ) -> web.StreamResponse:
-        """Read the request and answer it, with these headers. Raises Refused, EncoderError."""
+        """Read the request and answer it, with these headers; `place` is held from when its body is there.
+
+        Raises Refused, EncoderError, and what `place` raises.
+        """
         # Known to be in vain before the body is read, and looked at again once it is there.
         self._desk.check_room(1)
         async with self._bodies.body(request) as body:
-            self._check_model(body)
-            _check_form(request, body)
-            self._desk.check_room(len(body.items))
-            async with contextlib.AsyncExitStack() as stack:
-                asking = _Asking(self._desk, shelf, deadline_unix_s, self._limits.max_file_bytes)
-                results = await self._encode_items(body, asking, headers, stack)
-                problems = [result for result in results if isinstance(result, Problem)]
-                if len(problems) == len(results):
-                    return all_failed(problems)
-                return await self._write(request, results, body, headers)
+            with nullcontext() if place is None else place:
+                return await self._answer_body(request, body, headers, deadline_unix_s, shelf)
+
+    async def _answer_body(
+        self,
+        request: web.Request,
+        body: EncodeBody,
+        headers: Mapping[str, str],
+        deadline_unix_s: float,
+        shelf: Shelf,
+    ) -> web.StreamResponse:
+        self._check_model(body)
+        _check_form(request, body)
+        self._desk.check_room(len(body.items))
+        async with contextlib.AsyncExitStack() as stack:
+            asking = _Asking(self._desk, shelf, deadline_unix_s, self._limits.max_file_bytes)
+            results = await self._encode_items(body, asking, headers, stack)
+            problems = [result for result in results if isinstance(result, Problem)]
+            if len(problems) == len(results):
+                return all_failed(problems)
+            return await self._write(request, results, body, headers)
 
     async def _encode_items(
         self, body: EncodeBody, asking: "_Asking", headers: Mapping[str, str], stack: contextlib.AsyncExitStack

@@ -158,7 +158,7 @@ async def half_answered(
             await loop.sock_recv(connection, 1)
             assert parts.server.info().leased_bytes > 0
             yield parts, connection
-        assert parts.front._front._copied_bytes == 0
+        assert parts.front._front._endpoint._copied_bytes == 0
 
 
 async def test_a_client_that_does_not_read_is_cut_off_at_the_deadline(
