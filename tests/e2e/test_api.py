@@ -10,6 +10,8 @@ import pytest
 
 from tests.e2e.service import KNOWN_ANSWERS, Service, file_url
 
+pytestmark = pytest.mark.e2e
+
 PICTURE = next(name for name, known in KNOWN_ANSWERS.items() if known.modality == "image")
 CLIP = next(name for name, known in KNOWN_ANSWERS.items() if known.modality == "video")
 
