@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -57,10 +57,10 @@ class Node:
 
 def trees(nodes: Sequence[Node]) -> list[Node]:
     """Every span below its parent; the roots, in order of time."""
-    by_id = {node.span_id: node for node in nodes}
+    by_id = {node.span_id: replace(node, children=[]) for node in nodes}
     assert len(by_id) == len(nodes), "a span was exported twice"
     roots = []
-    for node in sorted(nodes, key=lambda node: node.start_ns):
+    for node in sorted(by_id.values(), key=lambda node: node.start_ns):
         parent = by_id.get(node.parent_id or "")
         if parent is None:
             roots.append(node)
