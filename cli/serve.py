@@ -273,12 +273,15 @@ async def _serve_shown(
     config: ServeConfig | EncoderDeployment, stages: Sequence[Stage], stop: asyncio.Event, log_format: LogFormat
 ) -> None:
     """Serve, and show how the stages come up. Raises Exit for a stage that is beyond restarting, which is told."""
-    with startup_view(console, [stage.name for stage in stages], log_format) as view:
-        try:
-            await serve_processes(config, stages, stop, announce=lambda: _announce(config, view), view=view)
-        except StageFailed as error:
-            view.failed(error)
-            raise typer.Exit(2 if isinstance(error, StageRefused) else 1) from error
+    view = startup_view(console, [stage.name for stage in stages], log_format)
+    view.start()
+    try:
+        await serve_processes(config, stages, stop, announce=lambda: _announce(config, view), view=view)
+    except StageFailed as error:
+        view.failed(error)
+        raise typer.Exit(2 if isinstance(error, StageRefused) else 1) from error
+    finally:
+        view.close()
 
 
 async def _announce(config: ServeConfig | EncoderDeployment, view: PlainView) -> None:
@@ -309,8 +312,9 @@ async def _greet(config: ServeConfig) -> None:
     body = {"model": config.model_name, "stream": True, "messages": [{"role": "user", "content": content}]}
     console.print(
         f"\n[bold]{quoted(config.model_name)}[/] in mode {config.mode} at [bold]http://{reach(config)}[/]   "
-        "(Ctrl-C stops)\n"
+        "(Ctrl-C stops)"
     )
+    console.print(f"chat, and the pipeline at work: http://{reach(config)}/ in a browser\n")
     console.print(
         f"curl -N {url} -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n", soft_wrap=True, markup=False
     )

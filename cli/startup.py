@@ -13,8 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal
 
 from rich.console import Console
 from rich.live import Live
@@ -45,13 +44,11 @@ class PlainView:
     def __init__(self, console: Console) -> None:
         self._console = console
 
-    def __enter__(self) -> Self:
-        return self
+    def start(self) -> None:
+        """From here on there is something to see."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Nothing is held."""
+    def close(self) -> None:
+        """Nothing that moves is left on the terminal. Harmless twice."""
 
     def event(self, event: StageEvent) -> None:
         """One line of what happened to a process."""
@@ -140,15 +137,14 @@ class LiveView(PlainView):
         self._proc = proc
         self._live: Live | None = Live(console=console, get_renderable=self.table, refresh_per_second=4, transient=True)
 
-    def __enter__(self) -> Self:
+    def start(self) -> None:
         if self._live is not None:
             self._live.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._end()
+    def close(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
 
     def event(self, event: StageEvent) -> None:
         if self._live is None:
@@ -183,17 +179,17 @@ class LiveView(PlainView):
             # The last to answer the watch may be ready before it is asked again.
             row.state, row.ready_s = "ready", row.ready_s or self._clock()
         table = self.table()
-        self._end()
+        self.close()
         self._console.print(table)
         super().ready(elapsed_s, url)
 
     def stopping(self) -> None:
-        self._end()
+        self.close()
         super().stopping()
 
     def failed(self, error: StageFailed) -> None:
         """The last lines of whoever failed, or of all that were not ready; and the reason."""
-        self._end()
+        self.close()
         late = [name for name, row in self._rows.items() if row.state != "ready"]
         for name in [error.stage] if error.stage in self._rows else late:
             for line in list(self._rows[str(name)].lines)[-_SHOWN_LINES:]:
@@ -229,11 +225,6 @@ class LiveView(PlainView):
             # It has ended meanwhile.
             return 0
         return pages * 4096
-
-    def _end(self) -> None:
-        live, self._live = self._live, None
-        if live is not None:
-            live.stop()
 
 
 def startup_view(console: Console, stages: Sequence[str], log_format: LogFormat = "text") -> PlainView:
