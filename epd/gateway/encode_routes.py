@@ -15,6 +15,7 @@ from epd.config import GatewayConfig
 from epd.errors import InvalidRequest, ServeError
 from epd.gateway.admission import Admission
 from epd.gateway.encode_shapes import Encoded, EncodeFailed, EncodeForm
+from epd.gateway.examples import ENCODE
 from epd.gateway.library import Libraries, Library
 from epd.gateway.media import Encoder, MediaFetcher
 from epd.gateway.operations import MEDIA_ERRORS, Answer, FormBody, Operation
@@ -82,6 +83,7 @@ class Encode:
                 description="As JSON, or as a form with files. With `Accept: application/x-safetensors` the rows come "
                 "as one safetensors file. An item that fails has its error in its place, and the others their rows.",
                 request=EncodeBody,
+                examples=ENCODE,
                 form=FormBody(shape=EncodeForm, files=("image", "video", "audio"), is_any=True),
                 responses={
                     200: Answer(

@@ -79,3 +79,7 @@ TOKENIZE: Mapping[str, Mapping[str, Any]] = {
 }
 
 DETOKENIZE: Mapping[str, Mapping[str, Any]] = {"tokens": {"tokens": [1, 2, 3]}}
+
+ENCODE: Mapping[str, Mapping[str, Any]] = {
+    "picture": {"input": [{"type": "image_url", "image_url": {"url": PICTURE}}], "encoding_format": "base64"},
+}

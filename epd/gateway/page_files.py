@@ -111,7 +111,14 @@ class PageFiles:
                 },
                 errors=(404,),
                 is_open=True,
-                parameters=(Parameter(name="name", where="path", description="Name of the file", required=True),),
+                parameters=(
+                    Parameter(
+                        name="name",
+                        where="path",
+                        description="Name of the file",
+                        schema={"type": "string", "enum": sorted(self._files)},
+                    ),
+                ),
             ),
         )
 

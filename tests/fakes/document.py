@@ -1,7 +1,7 @@
 """Holds every answer of a gateway to the document it serves about itself."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,17 +19,22 @@ _ROOT = "urn:document"
 
 
 class AnswerJudge:
-    """Of one application. Raises AssertionError for an answer that the document does not foresee."""
+    """Of one server. Raises AssertionError for an answer that its document does not foresee."""
 
-    def __init__(self, app: web.Application, config: GatewayConfig) -> None:
-        self._app = app
-        self._config = config
+    def __init__(self, read: Callable[[], dict[str, Any]]) -> None:
+        """`read` gives the document; it is called once, when the first answer is there."""
+        self._read = read
         self._document: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, app: web.Application, config: GatewayConfig) -> "AnswerJudge":
+        """Of an application in this process."""
+        return cls(lambda: document(app[OPERATIONS], config))
 
     @property
     def document(self) -> dict[str, Any]:
         if self._document is None:
-            self._document = _made(json.dumps(document(self._app[OPERATIONS], self._config)))
+            self._document = _made(json.dumps(self._read()))
         return self._document
 
     def check(self, method: str, url: str, status: int, headers: Mapping[str, str], body: bytes | str) -> None:

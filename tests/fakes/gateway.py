@@ -163,7 +163,7 @@ async def running_gateway(
         runner, port = await start_gateway(app, host="127.0.0.1", port=0)
         stack.push_async_callback(runner.cleanup)
         url = f"http://127.0.0.1:{port}"
-        judge = AnswerJudge(app, config)
+        judge = AnswerJudge.of(app, config)
         session = await stack.enter_async_context(aiohttp.ClientSession(url, middlewares=(_judged_by(judge),)))
         yield Stack(url, session, network, workers, encoder, fetcher, app, runner.cleanup, judge)
 

@@ -136,7 +136,7 @@ async def test_answers_are_held_to_the_document() -> None:
     """The judge of every other test of the gateway does see a fault."""
     async with running_gateway(says("ok")) as stack:
         status, body, headers = await stack.ask(logprobs=True, top_logprobs=2)
-        judge = AnswerJudge(stack.app, CONFIG)
+        judge = AnswerJudge.of(stack.app, CONFIG)
         url, path = stack.url + "/v1/chat/completions", "/v1/chat/completions"
         judge.check("POST", url, status, headers, json.dumps(body))
         for spoilt in (
