@@ -119,7 +119,7 @@ def _check_values(body: dict[str, Any]) -> None:
     while level:
         below: list[dict[str, Any] | list[Any]] = []
         for holder in level:
-            num_values += len(holder)
+            num_values += 1 if _is_of_integers(holder) else len(holder)
             if num_values > _MAX_VALUES:
                 raise InvalidRequest(f"the body has more than {_MAX_VALUES} values, which is the most allowed")
             if isinstance(holder, dict) and len(holder) > _MAX_FIELDS:
@@ -130,6 +130,11 @@ def _check_values(body: dict[str, Any]) -> None:
         depth += 1
         if depth > _MAX_DEPTH:
             raise _too_deep(body)
+
+
+def _is_of_integers(holder: dict[str, Any] | list[Any]) -> bool:
+    """A prompt in token ids may be long, and is judged at no cost."""
+    return isinstance(holder, list) and all(type(value) is int for value in holder)
 
 
 def _too_deep(body: dict[str, Any]) -> InvalidRequest:

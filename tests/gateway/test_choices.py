@@ -81,7 +81,9 @@ async def test_the_others_begin_when_the_prompt_is_computed() -> None:
         stack.worker.stall_after = 1
         request = asyncio.create_task(stack.ask(MEDIA, n=3))
         await until(lambda: stack.worker.num_running == 3)
-        assert not stack.encoder.leases, "all have a token, so all rows are read"
+        # All have a token, so all rows are read.
+        await until(lambda: not stack.encoder.leases)
+        assert stack.worker.num_running == 3
         request.cancel()
         await until(lambda: not stack.worker.num_running)
 
@@ -153,6 +155,36 @@ async def test_logprobs_and_stops_of_each_choice() -> None:
             assert tokens == f"seed {7 + choice['index']}" + ("." if choice is first else "")
         details = body["usage"]["prompt_tokens_details"]
         assert (details["cached_tokens"], details["healed_tokens"]) == (3, 2)
+
+
+async def test_stops_are_found_in_reasoning_and_nothing_comes_after() -> None:
+    async with running_gateway(says("<think>one two three</think>four <tool_call>")) as stack:
+        _, body, _ = await stack.ask(stop=["wo th"], chat_template_kwargs={"enable_thinking": True})
+        choice = body["choices"][0]
+        assert choice["message"]["reasoning_content"] == "one t"
+        assert choice["message"]["content"] == ""
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "wo th")
+        assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+        assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
+        # Over the border of reasoning and content: what the model writes is one text.
+        _, body, _ = await stack.ask(
+            stop=["ee</think>fo"],
+            include_stop_str_in_output=True,
+            chat_template_kwargs={"enable_thinking": True},
+        )
+        message = body["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("one two three", "fo")
+
+
+async def test_usage_is_whole_when_the_only_call_ends_the_answer() -> None:
+    call = "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    async with running_gateway(says(call + call)) as stack:
+        _, body, _ = await stack.ask(tools=[tool], parallel_tool_calls=False)
+        assert len(body["choices"][0]["message"]["tool_calls"]) == 1
+        assert body["usage"]["completion_tokens"] == len(RENDERER.vocabulary.encode(call))
+        details = body["usage"]["prompt_tokens_details"]
+        assert [details[f"{name}_tokens"] for name in ("cached", "host", "store", "healed")] == [3, 1, 1, 2]
 
 
 async def test_more_choices_than_allowed_are_refused_by_name() -> None:

@@ -196,6 +196,7 @@ async def test_special_tokens_of_a_prompt_are_special() -> None:
         ("a", {"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options", "false"),
         ("word " * 5000, {}, "prompt", "context"),
         ([5] * CONTEXT_TOKENS, {}, "prompt", "context"),
+        ([5] * 150_000, {}, "prompt", "context"),
         ("a", {"messages": []}, "messages", "unknown field"),
     ],
 )
