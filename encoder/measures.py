@@ -15,7 +15,13 @@ from encoder.histogram import WAIT_SECONDS, Histogram, Histograms
 from encoder.passage import Moments
 from encoder.tracing import Record, Value, is_wanted, report
 from encoder.types import EncodeFailure, EncodeReply, HistogramCounts, StageTimings
-from preprocess.types import MediaLayout
+from preprocess.types import MediaLayout, Modality
+
+COUNTED = (
+    *("requests", "hits", "joined", "encoded", "recalled"),
+    *("refused", "failed", "cancelled", "deadlines", "leases_reclaimed"),
+)
+"""What a server counts, see `encoder.metrics.COUNTER_TEXTS`."""
 
 
 class EncodeMeasures:
@@ -25,7 +31,7 @@ class EncodeMeasures:
         self._whole = Histograms("request_seconds", WAIT_SECONDS, "cached")
         self._queue = Histogram("queue_seconds", WAIT_SECONDS)
         self._steps = Histograms("step_seconds", WAIT_SECONDS, "step")
-        self.tokens: Counter[str] = Counter()
+        self.tokens: Counter[str] = Counter({f"tokens_{modality.value}": 0 for modality in Modality})
         """Rows made by the towers, by modality: `tokens_image`, ..."""
 
     def encoded(self, timings: StageTimings, layout: MediaLayout) -> None:

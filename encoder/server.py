@@ -40,7 +40,7 @@ from encoder.failures import failure_of
 from encoder.flight import Flight, Reply, Waiter, reply_of, verified_content
 from encoder.footprint import footprint
 from encoder.leasing import Leased, Leasing
-from encoder.measures import EncodeMeasures
+from encoder.measures import COUNTED, EncodeMeasures
 from encoder.passage import Arrival, Passage, Works
 from encoder.rows import frame_of
 from encoder.runner import TowerRunner
@@ -114,7 +114,8 @@ class EncoderServer:
         self._flying: set[asyncio.Task[None]] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
-        self._counters: Counter[str] = Counter()
+        # From zero, so that a rate is known from the first one on.
+        self._counters: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self._prepare_s = 0.0
         self._measures = EncodeMeasures()
 

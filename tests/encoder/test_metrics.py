@@ -10,6 +10,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from encoder import metrics
+from encoder.measures import COUNTED
 from encoder.metrics import COUNTER_TEXTS, replica_metrics
 from encoder.types import EncoderInfo, HistogramCounts
 from preprocess.types import Modality
@@ -77,3 +78,5 @@ def test_every_counter_has_a_text(module: str, prefix: str) -> None:
     names = set(re.findall(r'counters\["(\w+)"\]', source))
     assert len(names) >= 7
     assert {prefix + name for name in names} <= COUNTER_TEXTS.keys()
+    if not prefix:
+        assert set(COUNTED) == names, "all are there from the start"
