@@ -146,6 +146,7 @@ def running_service(log_dir: Path, *arguments: str) -> Iterator[Service]:
     if "--role" not in arguments:
         # A host tier like everybody's, and no store: what one test computed another would find.
         environment["MIMO_ENGINE__KV_STORE"] = ""
+        environment.setdefault("MIMO_GATEWAY__FILES_DIR", str(log_dir / "files"))
     with (
         log_path.open("wb") as log,
         subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment) as process,
