@@ -109,8 +109,15 @@ class FilesFull(ServeError):
     code = "file_storage_full"
 
 
+class TooManyRequests(ServeError):
+    """Beyond what one client may ask; `retry_after_s` says when to come back."""
+
+    status = 429
+    code = "rate_limit_exceeded"
+
+
 class ForeignPage(ServeError):
-    """A form that a page of another site makes a browser send, which needs nobody's leave."""
+    """What a page of another site makes a browser send, which needs nobody's leave."""
 
     status = 403
     code = "foreign_page"

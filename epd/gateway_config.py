@@ -1,10 +1,13 @@
 """Settings of the gateway. See `epd.config`, which gives them on."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from epd.setting_checks import positive
 from preprocess.config import FetchLimits
+
+_ORIGIN = re.compile(r"https?://[^/\s?#@]+/?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +82,31 @@ class GatewayConfig:
     restart_wait_s: float = 12.0
     # How often host names among the addresses are resolved again: what they stand for comes and goes.
     resolve_period_s: float = 5.0
-    # Whether /ready asks for every process of every stage, or for one of each: where replicas come and go, one of them is
-    # always coming or going.
+    # Whether /ready asks for every process of every stage, or for one of each: where replicas come and go, one of them
+    # is always coming or going.
     ready_needs_all: bool = True
     # How long answers may go on after the signal to stop; shorter than `SupervisorConfig.drain_s`, after which the
     # supervisor kills. What has not ended by then is ended with an error.
     drain_s: float = 10.0
     max_attempts: int = 3
     default_max_tokens: int = 512
+    # Keys, or sha256:DIGEST of them; and a file with one a line, read again when it changes. None of either: no key is
+    # asked for.
     api_keys: tuple[str, ...] = ()
+    api_keys_file: Path | None = None
+    # PEM files; both or neither. Read again when they change.
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    # Origins whose pages may use the API in a browser, "https://chat.example" or "*"; none is CORS off.
+    cors_origins: tuple[str, ...] = ()
+    # Names that this server is called by, while it listens on loopback only and asks for no key; addresses and
+    # localhost always are.
+    allowed_hosts: tuple[str, ...] = ()
+    # Of each API key, or each address where there are no keys: requests that cost something, 0 for no limit. `burst`
+    # may come at once after a pause, 0 for a minute's worth.
+    requests_per_minute: int = 0
+    requests_burst: int = 0
+    max_inflight_per_client: int = 0
     # Where uploaded files are kept; gateways may share it. None, or files_bytes of 0: there is no /v1/files.
     files_dir: Path | None = None
     # Of each API key: what its files may take in all, and how many there may be.
@@ -127,6 +146,19 @@ class GatewayConfig:
         for name in ("files_bytes", "media_shelf_bytes", "encode_reply_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"gateway.{name} is {getattr(self, name)}; it must not be negative")
+        for name in ("requests_per_minute", "requests_burst", "max_inflight_per_client"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"gateway.{name} is {getattr(self, name)}; allowed: 0 (no limit) or more")
+        if self.requests_burst and not self.requests_per_minute:
+            raise ValueError(f"gateway.requests_burst is {self.requests_burst}; it needs gateway.requests_per_minute")
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            missing = "tls_certificate" if self.tls_certificate is None else "tls_key"
+            raise ValueError(f"gateway.{missing} is not set; TLS needs tls_certificate and tls_key")
+        for origin in self.cors_origins:
+            if origin != "*" and _ORIGIN.fullmatch(origin) is None:
+                raise ValueError(
+                    f"gateway.cors_origins has {origin!r}; allowed: scheme and host, https://chat.example:8443, or *"
+                )
         if self.drain_s < 0:
             raise ValueError(f"gateway.drain_s is {self.drain_s}; it must not be negative")
         if not 0 <= self.port <= 65535:

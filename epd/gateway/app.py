@@ -1,5 +1,6 @@
 """The HTTP application: what there is, wired together. The parts of the API say what they can do as operations."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -18,19 +19,24 @@ from epd.gateway.edge import Edge
 from epd.gateway.encode_routes import Encode
 from epd.gateway.exchange import Exchange
 from epd.gateway.files_routes import Files, file_store
+from epd.gateway.keys import ApiKeys
 from epd.gateway.library import Libraries
 from epd.gateway.media import Encoder, MediaFetcher, MediaStage
 from epd.gateway.media_shelf import MediaShelf
 from epd.gateway.metrics import GatewayMetrics
+from epd.gateway.metrics_library import LibraryMetrics
 from epd.gateway.openapi import Document
 from epd.gateway.operations import ApiPart, Operation, add_routes
+from epd.gateway.origins import Origins
 from epd.gateway.page_files import PageFiles
 from epd.gateway.pipeline import Pipeline
+from epd.gateway.rates import RateLimiter
 from epd.gateway.receipt import Receipt
 from epd.gateway.recent import RecentRequests
 from epd.gateway.render import Renderer
 from epd.gateway.status import Status
 from epd.gateway.text import TextService
+from epd.gateway.tls import Tls
 from epd.gateway.tokenize import TokenizerRoutes
 from epd.gateway.traces import trace_receipt
 from epd.router.workers import Fleet
@@ -41,6 +47,8 @@ OPERATIONS: web.AppKey[Sequence[Operation]] = web.AppKey("operations", Sequence)
 
 # What is left to write after the drain: last events of streams, bodies of refusals.
 _LAST_WORDS_S = 2.0
+# How often keys and certificates are looked at for changes.
+_RENEW_S = 10.0
 
 
 def create_app(
@@ -81,6 +89,7 @@ def create_app(
     )
     files = file_store(config, unix_clock=unix_clock)
     libraries = Libraries(files=files, shelf=MediaShelf(config.media_shelf_bytes), max_bytes=config.fetch.max_bytes)
+    metrics.registry.register(LibraryMetrics(libraries))
     chat = ChatService(
         config=config,
         renderer=renderer,
@@ -137,7 +146,22 @@ def create_app(
         parts.append(file_routes)
     parts.append(Document(config, operations=lambda: operations))
     operations = [operation for part in parts for operation in part.operations()]
-    edge = Edge(config, metrics=metrics, operations=operations)
+    keys = ApiKeys(config.api_keys, config.api_keys_file)
+    edge = Edge(
+        keys=keys,
+        limiter=RateLimiter(
+            per_minute=config.requests_per_minute,
+            burst=config.requests_burst,
+            max_inflight=config.max_inflight_per_client,
+            clock=clock,
+        ),
+        origins=Origins(
+            config.cors_origins, host=config.host, names=config.allowed_hosts, asks_for_keys=keys.are_asked_for
+        ),
+        metrics=metrics,
+        operations=operations,
+        clock=clock,
+    )
     app = web.Application(middlewares=[trace_requests, edge.around])
     app[OPERATIONS] = tuple(operations)
     add_routes(app, operations)
@@ -145,8 +169,10 @@ def create_app(
 
     async def run_stages(_: web.Application) -> AsyncIterator[None]:
         fleet.start()
+        renewing = asyncio.create_task(_renew(keys.renew), name="renew keys")
         async with nullcontext() if discovery is None else discovery(fleet):
             yield
+        renewing.cancel()
         await fleet.stop()
 
     app.cleanup_ctx.append(run_stages)
@@ -155,9 +181,13 @@ def create_app(
     return app
 
 
-async def start_gateway(app: web.Application, *, host: str, port: int) -> tuple[web.AppRunner, int]:
+async def start_gateway(
+    app: web.Application, *, host: str, port: int, tls: Tls | None = None
+) -> tuple[web.AppRunner, int]:
     """Listen; returns the runner, whose `cleanup` drains and stops everything, and the port (the system's choice for
     0)."""
+    if tls is not None:
+        app.cleanup_ctx.append(lambda _: _renewing(tls))
     runner = _GatewayRunner(
         app,
         # A client that leaves ends its request everywhere.
@@ -168,8 +198,20 @@ async def start_gateway(app: web.Application, *, host: str, port: int) -> tuple[
         shutdown_timeout=_LAST_WORDS_S,
     )
     await runner.setup()
-    await web.TCPSite(runner, host, port).start()
+    await web.TCPSite(runner, host, port, ssl_context=None if tls is None else tls.context).start()
     return runner, runner.addresses[0][1]
+
+
+async def _renewing(tls: Tls) -> AsyncIterator[None]:
+    task = asyncio.create_task(_renew(tls.renew), name="renew certificate")
+    yield
+    task.cancel()
+
+
+async def _renew(look: Callable[[], None]) -> None:
+    while True:
+        await asyncio.sleep(_RENEW_S)
+        await asyncio.to_thread(look)
 
 
 class _GatewayRunner(web.AppRunner):

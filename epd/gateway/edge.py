@@ -1,24 +1,29 @@
-"""The edge of the API, around every request: its id, its API key, and every error as an OpenAI error object."""
+"""The edge of the API, around every request: its id, who asks and how often, what pages of browsers may, every error as
+an OpenAI error object, and a line in the log.
+"""
 
 import asyncio
-import hmac
 import logging
 import re
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 from aiohttp import web
 
 from encoder.tracing_web import note_problem
-from epd.config import GatewayConfig
 from epd.errors import InvalidApiKey, ServeError
+from epd.gateway.keys import ApiKeys
 from epd.gateway.metrics import GatewayMetrics
 from epd.gateway.operations import Handler, Operation
-from epd.gateway.owner import set_owner
+from epd.gateway.origins import Origins
+from epd.gateway.owner import owner_of, set_owner
 from epd.gateway.problems import Problem, internal_problem, new_request_id, problem_of
+from epd.gateway.rates import RateLimiter
 from epd.gateway.sse import ANSWER_HEADERS, STREAM, EventStream
 
 logger = logging.getLogger(__name__)
+# One line per request, with its facts as fields for a log that is read by machines.
+access = logging.getLogger("epd.gateway.access")
 
 # Not a status of HTTP but a custom among servers; it is never sent, only counted.
 _CLIENT_CLOSED_REQUEST = 499
@@ -28,26 +33,38 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 class Edge:
     """The middleware of the application that has `operations`."""
 
-    def __init__(self, config: GatewayConfig, *, metrics: GatewayMetrics, operations: Iterable[Operation]) -> None:
-        self._config = config
+    def __init__(
+        self,
+        *,
+        keys: ApiKeys,
+        limiter: RateLimiter,
+        origins: Origins,
+        metrics: GatewayMetrics,
+        operations: Iterable[Operation],
+        clock: Callable[[], float],
+    ) -> None:
+        self._keys = keys
+        self._limiter = limiter
+        self._origins = origins
         self._metrics = metrics
+        self._clock = clock
         self._open_handlers = frozenset(operation.handler for operation in operations if operation.is_open)
 
     @web.middleware
     async def around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Outermost of all that is done for a request."""
+        started_s = self._clock()
         request_id = _request_id(request)
-        request[ANSWER_HEADERS] = {"X-Request-Id": request_id}
+        request[ANSWER_HEADERS] = {"X-Request-Id": request_id, **self._origins.headers(request)}
         try:
-            self._check_key(request)
-            response = await handler(request)
+            response = await self._let_in(request, handler)
         except web.HTTPException as error:
             response = _answer(_http_problem(request, error), _allow_header(error))
         except ServeError as error:
             response = await _refuse(request, problem_of(error))
         except asyncio.CancelledError:
             self._metrics.disconnects.inc()
-            self._count(request, _CLIENT_CLOSED_REQUEST)
+            self._told(request, _CLIENT_CLOSED_REQUEST, started_s)
             raise
         except Exception as error:
             # The outermost loop of a request: log, and end it.
@@ -58,27 +75,61 @@ class Edge:
             else:
                 logger.exception("request %s failed", request_id)
                 response = await _refuse(request, internal_problem(request_id))
-        self._count(request, response.status)
+        self._told(request, response.status, started_s)
         if not response.prepared:
             response.headers.update(request[ANSWER_HEADERS])
         return response
 
-    def _count(self, request: web.Request, status: int) -> None:
-        route = request.match_info.route.resource
-        self._metrics.requests.labels(route.canonical if route else "unknown", str(status)).inc()
+    async def _let_in(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """The handler's answer, if this client may ask now."""
+        if (response := self._origins.preflight(request)) is not None:
+            return response
+        self._origins.check(request)
+        self._check_key(request)
+        with self._place(request) as headers:
+            request[ANSWER_HEADERS].update(headers)
+            return await handler(request)
+
+    def _place(self, request: web.Request) -> AbstractContextManager[Mapping[str, str]]:
+        """Limits are for what costs something: looking is free."""
+        if not self._limiter.is_on or request.method in ("GET", "HEAD", "OPTIONS"):
+            return nullcontext({})
+        return self._limiter.place(owner_of(request) or request.remote or "")
 
     def _check_key(self, request: web.Request) -> None:
-        """Raises InvalidApiKey. Every configured key is compared, each in constant time."""
+        """Raises InvalidApiKey."""
         match = request.match_info
         is_unknown = match.http_exception is not None and not request.path.startswith("/v1/")
-        if not self._config.api_keys or is_unknown or match.handler in self._open_handlers:
+        if not self._keys.are_asked_for or is_unknown or match.handler in self._open_handlers:
             return
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         candidate = given.strip().encode("utf-8", "surrogateescape") if scheme.lower() == "bearer" else b""
-        matches = [hmac.compare_digest(candidate, key.encode()) for key in self._config.api_keys]
-        if not any(matches):
+        if not self._keys.accepts(candidate):
             raise InvalidApiKey("missing or wrong API key; send it as: Authorization: Bearer KEY")
         set_owner(request, candidate)
+
+    def _told(self, request: web.Request, status: int, started_s: float) -> None:
+        """Count the request, and log it. Probes and the page's looks at the pipeline are logged for debugging only."""
+        route = request.match_info.route.resource
+        self._metrics.requests.labels(route.canonical if route else "unknown", str(status)).inc()
+        level = logging.DEBUG if request.method == "GET" and status < 400 else logging.INFO
+        if access.isEnabledFor(level):
+            facts = {
+                "request_id": request[ANSWER_HEADERS]["X-Request-Id"],
+                "method": request.method,
+                "path": request.path,
+                "status": status,
+                "seconds": round(self._clock() - started_s, 6),
+                "remote": request.remote,
+                # A digest of the key, cut short: enough to tell clients apart.
+                "client": owner_of(request)[:8],
+            }
+            access.log(
+                level,
+                "%(method)s %(path)r %(status)d in %(seconds).3f s from %(remote)s, request %(request_id)s",
+                facts,
+                extra={"facts": facts},
+            )
 
 
 def _client_left(request: web.Request) -> bool:

@@ -35,7 +35,9 @@ ERRORS: Mapping[int, str] = {
 """Every status of an error answer, and when it is given. All have the same shape."""
 
 # 400 is also the answer to what is no HTTP.
-_ERRORS_OF_ALL = frozenset({400, 401, 405, 500})
+_ERRORS_OF_ALL = frozenset({400, 401, 403, 405, 500})
+# What costs something is limited.
+_ERRORS_OF_WORK = frozenset({429})
 _ERRORS_OF_BODIES = frozenset({408, 413, 415, 503})
 
 
@@ -105,7 +107,8 @@ class Operation:
     def error_statuses(self) -> list[int]:
         of_all = _ERRORS_OF_ALL - {401} if self.is_open else _ERRORS_OF_ALL
         of_body = frozenset[int]() if self.request is None else _ERRORS_OF_BODIES
-        return sorted((of_all | of_body | frozenset(self.errors)) - self.responses.keys())
+        of_work = frozenset[int]() if self.method == "GET" else _ERRORS_OF_WORK
+        return sorted((of_all | of_work | of_body | frozenset(self.errors)) - self.responses.keys())
 
 
 class ApiPart(Protocol):

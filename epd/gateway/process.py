@@ -13,7 +13,9 @@ from encoder.client import EncoderClient
 from encoder.cluster import ClusterKeys
 from epd.config import GatewayConfig
 from epd.gateway.app import create_app, start_gateway
+from epd.gateway.keys import ApiKeys, KeysUnusable
 from epd.gateway.render import Renderer
+from epd.gateway.tls import Tls, TlsUnusable
 from epd.router.discovery import Discovery, Stage, is_name
 from epd.router.workers import Fleet
 from epd.transport.sockets import WorkerChannel
@@ -32,8 +34,9 @@ def fetch_limits(config: GatewayConfig) -> FetchLimits:
 
 
 async def serve_gateway(config: GatewayConfig, stop: asyncio.Event, *, keys: ClusterKeys | None = None) -> None:
-    """Serve until `stop` is set. Raises CheckpointError for a model directory and OSError for a port that cannot be
-    used."""
+    """Serve until `stop` is set. Raises CheckpointError for a model directory, KeysUnusable and TlsUnusable for what
+    belongs to it, and OSError for a port that cannot be used."""
+    tls = read_tls(config)
     renderer = Renderer.load(config.model_dir)
     encoders = [address for address in config.encoders if not is_name(address)]
     async with Fetcher(fetch_limits(config)) as fetcher, EncoderClient.connect(encoders, keys=keys) as encoder:
@@ -46,12 +49,25 @@ async def serve_gateway(config: GatewayConfig, stop: asyncio.Event, *, keys: Clu
             decode=[WorkerChannel(address, keys=keys) for address in config.decode if not is_name(address)],
             discovery=lambda fleet: discovering(config, fleet, encoder, keys=keys),
         )
-        runner, port = await start_gateway(app, host=config.host, port=config.port)
+        runner, port = await start_gateway(app, host=config.host, port=config.port, tls=tls)
         logger.info("gateway serves %s on %s:%d", config.model_name, config.host, port)
         try:
             await stop.wait()
         finally:
             await runner.cleanup()
+
+
+def read_tls(config: GatewayConfig) -> Tls | None:
+    """Raises TlsUnusable."""
+    if config.tls_certificate is None or config.tls_key is None:
+        return None
+    return Tls(config.tls_certificate, config.tls_key)
+
+
+def check_gateway(config: GatewayConfig) -> None:
+    """Whether what the settings name can be used, before any process starts. Raises KeysUnusable, TlsUnusable."""
+    ApiKeys(config.api_keys, config.api_keys_file)
+    read_tls(config)
 
 
 def discovering(
@@ -78,7 +94,8 @@ def discovering(
 def run_gateway(config: GatewayConfig, *, keys: ClusterKeys | None = None) -> None:
     """Run the gateway in this process until SIGTERM. `keys` are those of its cluster.
 
-    A checkpoint that cannot work ends it with one line in the log and exit code 2: starting again is no use.
+    A checkpoint, keys or a certificate that cannot work end it with one line in the log and exit code 2: starting
+    again is no use.
     """
 
     async def main() -> None:
@@ -88,7 +105,7 @@ def run_gateway(config: GatewayConfig, *, keys: ClusterKeys | None = None) -> No
         loop.add_signal_handler(signal.SIGTERM, stop.set)
         try:
             await serve_gateway(config, stop, keys=keys)
-        except CheckpointError as error:
+        except (CheckpointError, KeysUnusable, TlsUnusable) as error:
             logger.error("gateway cannot start: %s", " ".join(str(error).split()))
             sys.exit(_EXIT_REFUSED)
 

@@ -13,6 +13,7 @@ from epd.config import GatewayConfig
 from epd.gateway.app import create_app, start_gateway
 from epd.gateway.render import Renderer
 from epd.gateway.template import ChatTemplate
+from epd.gateway.tls import Tls
 from epd.gateway.vocabulary import Vocabulary
 from epd.transport.memory import MemoryNetwork
 from epd.types import GenerateRequest, Role
@@ -132,6 +133,7 @@ async def running_gateway(
     *answers: Callable[[GenerateRequest], Sequence[int]],
     roles: Sequence[Role] = (Role.BOTH,),
     renderer: Renderer = RENDERER,
+    tls: Tls | None = None,
     **settings: Any,
 ) -> AsyncIterator[Stack]:
     """A gateway over one fake worker per role. One answer serves all workers, or there is one for each."""
@@ -160,7 +162,7 @@ async def running_gateway(
             prefill=[network.channel(worker.address) for worker in workers if worker.role is not Role.DECODE],
             decode=[network.channel(worker.address) for worker in workers if worker.role is Role.DECODE],
         )
-        runner, port = await start_gateway(app, host="127.0.0.1", port=0)
+        runner, port = await start_gateway(app, host="127.0.0.1", port=0, tls=tls)
         stack.push_async_callback(runner.cleanup)
         url = f"http://127.0.0.1:{port}"
         judge = AnswerJudge.of(app, config)

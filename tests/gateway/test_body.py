@@ -22,7 +22,7 @@ async def raw_post(stack: Stack, headers: dict[str, str], body: bytes = b"") -> 
     url = urlsplit(stack.url)
     reader, writer = await asyncio.open_connection(url.hostname, url.port)
     head = "".join(f"{name}: {value}\r\n" for name, value in (JSON | headers).items())
-    writer.write(f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n{head}\r\n".encode() + body)
+    writer.write(f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n{head}\r\n".encode() + body)
     try:
         await writer.drain()
         yield reader
@@ -162,12 +162,12 @@ async def test_a_full_server_refuses_before_the_body_comes() -> None:
 @pytest.mark.parametrize(
     "head",
     [
-        "G<T / HTTP/1.1\r\nHost: x\r\n\r\n",
+        "G<T / HTTP/1.1\r\nHost: localhost\r\n\r\n",
         "nonsense\r\n\r\n",
-        f"GET /health HTTP/1.1\r\nHost: x\r\nX: {'x' * 20_000}\r\n\r\n",
-        f"GET /{'x' * 20_000} HTTP/1.1\r\nHost: x\r\n\r\n",
-        "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
-        "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: xxx\r\n\r\n",
+        f"GET /health HTTP/1.1\r\nHost: localhost\r\nX: {'x' * 20_000}\r\n\r\n",
+        f"GET /{'x' * 20_000} HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: xxx\r\n\r\n",
     ],
 )
 async def test_what_is_no_http_is_an_api_error_without_a_traceback(head: str, caplog: pytest.LogCaptureFixture) -> None:

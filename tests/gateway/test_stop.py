@@ -158,7 +158,8 @@ def _ask_and_stop(process: "subprocess.Popen[bytes]", port: int) -> bytes:
             time.sleep(0.05)
     body = json.dumps(chat_body(stream=True)).encode()
     head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        "Connection: close\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     )
     with client:
