@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from encoder.client import ArenaReader
 from encoder.fingerprint import checkpoint_fingerprint
-from encoder.types import CancelEncode, EncodeFailure, EncodeReply, FromEncoder, Ping
+from encoder.types import CancelEncode, EncodeFailure, EncodeReply, EncoderInfo, FromEncoder, Ping
 from preprocess.types import Modality
 from tests.fakes.encoder_peer import CONFIG, Opener, until
 
@@ -196,7 +197,11 @@ async def test_ping_tells_who_and_how_loaded(open_peer: Opener, tiny_model_dir: 
         infos: list[FromEncoder] = []
         peer.server.handle(Ping(sequence=7), (), lambda message, _: infos.append(message))
         info = peer.server.info(7)
-        assert infos == [info]
+        (told,) = infos
+        assert isinstance(told, EncoderInfo)
+        # Processor time goes on.
+        assert structs.replace(told, counters={}) == structs.replace(info, counters={})
+        assert told.counters.keys() == info.counters.keys()
         assert (info.replica, info.width, info.dtype) == ("e0", 192, "float32")
         assert info.fingerprint == checkpoint_fingerprint(tiny_model_dir)
         assert set(info.modalities) == set(Modality)
