@@ -8,6 +8,7 @@ which is bounded in time and bytes. Unix sockets and memory need none of it: the
 """
 
 import base64
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -176,6 +177,13 @@ class _Doorkeeper:
         )
         code, text = (b"200", b"") if is_known else (b"400", b"another cluster's key")
         return [b"1.0", request_id, code, text, b"", b""]
+
+
+def reconnect(socket: "zmq.Socket[Any]", address: str) -> None:
+    """After a refusal that ZMQ takes for final; a second `connect` alone would do nothing."""
+    with contextlib.suppress(zmq.ZMQError):
+        socket.disconnect(address)
+    socket.connect(address)
 
 
 class RefusalLog:

@@ -21,6 +21,7 @@ from encoder.cluster import (
     ClusterKeys,
     Handshakes,
     limit,
+    reconnect,
     secure_client,
     secure_server,
 )
@@ -218,7 +219,7 @@ class ZmqLink:
                 self._turn(self._handshakes.is_up)
             if must_retry:
                 await asyncio.sleep(RETRY_S)
-                socket.connect(self._address)
+                reconnect(socket, self._address)
 
     def _turn(self, connected: bool) -> None:
         self._connected = connected

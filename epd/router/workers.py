@@ -86,7 +86,7 @@ class Fleet:
         self._changed = asyncio.Event()
         self._late: OrderedDict[str, None] = OrderedDict()
         self._beating: asyncio.Task[None] | None = None
-        self._listening: dict[str, asyncio.Task[None]] = {}
+        self._listening: dict[Worker, asyncio.Task[None]] = {}
         self._sends: set[asyncio.Task[None]] = set()
         for channel in prefill:
             self.add(channel, self.roles[0])
@@ -241,14 +241,14 @@ class Fleet:
         worker.channel.on_connect = lambda: self._connected(worker)
         worker.channel.on_disconnect = lambda: self._lose(worker, "connection lost")
         worker.channel.open()
-        self._listening[worker.address] = asyncio.create_task(self._listen(worker), name=f"listen {worker.address}")
+        self._listening[worker] = asyncio.create_task(self._listen(worker), name=f"listen {worker.address}")
 
     def _forget(self, worker: Worker) -> None:
         self.workers.remove(worker)
         worker.channel.on_connect = worker.channel.on_disconnect = None
         # Who listens hears that the channel is closed.
         worker.channel.close()
-        self._listening.pop(worker.address, None)
+        self._listening.pop(worker, None)
 
     async def _listen(self, worker: Worker) -> None:
         while True:

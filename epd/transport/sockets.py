@@ -26,6 +26,7 @@ from encoder.cluster import (
     ClusterKeys,
     Handshakes,
     limit,
+    reconnect,
     secure_client,
     secure_server,
 )
@@ -133,6 +134,11 @@ class WorkerEndpoint:
     @property
     def num_dropped(self) -> int:
         return self._num_dropped
+
+    @property
+    def num_connections(self) -> int:
+        """To other workers."""
+        return len(self._dealers)
 
     def receive(self, timeout_s: float) -> list[Received]:
         ready = dict(self._poller.poll(timeout=max(0, round(timeout_s * 1000))))
@@ -349,7 +355,7 @@ class WorkerChannel:
                     self._turn(self._down, self._up, self.on_disconnect)
                 if must_retry and self._socket is not None:
                     await asyncio.sleep(RETRY_S)
-                    self._socket.connect(self._address)
+                    reconnect(self._socket, self._address)
         finally:
             monitor.close(0)
 

@@ -2,13 +2,18 @@
 
 import json
 import os
+import pickle
 import re
 import secrets
 import signal
+import socket
+import struct
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,6 +106,37 @@ def test_another_secret_gets_nowhere(cluster: Cluster, gateway: Role) -> None:
     assert cluster.key not in everything
     assert other.read_text() not in everything
     assert text_of(gateway.service.ask(question("picture.png"))) == KNOWN_ANSWERS["picture.png"].answer
+
+
+def test_garbage_at_every_port_leaves_everybody_healthy(cluster: Cluster, gateway: Role) -> None:
+    garbage = [pickle.dumps({"a": list(range(50_000))}), b"GET / HTTP/1.1\r\n\r\n" * 1000, bytes(1 << 20)]
+    # ZMTP's greeting, and then a frame that announces a terabyte.
+    huge = b"\x02" + struct.pack(">Q", 1 << 40) + bytes(1 << 16)
+    garbage += [
+        b"\xff" + bytes(8) + b"\x7f\x03\x00" + name.ljust(20, b"\0") + bytes(32) + huge for name in (b"CURVE", b"NULL")
+    ]
+    workers = [cluster.roles[name] for name in ("prefill", "decode", "encoder-worker")]
+    before = {role.name: (role.service.stages(), _memory_kib(role)) for role in workers}
+    ports = [int(url.rpartition(":")[2]) for role in workers for url in (role.listen, role.url)]
+    for port in ports:
+        for data in garbage:
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as connection, suppress(OSError):
+                connection.sendall(data)
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(1 << 16):
+                    pass
+    assert text_of(gateway.service.ask(question("picture.png"))) == KNOWN_ANSWERS["picture.png"].answer
+    for role in workers:
+        stages, kib = before[role.name]
+        assert role.service.stages() == stages
+        assert role.service.get("/ready").status == 200
+        assert _memory_kib(role) < kib + (64 << 10)
+
+
+def _memory_kib(role: Role) -> int:
+    """Of the stage's process."""
+    (pid,) = role.service.stages().values()
+    return int(re.findall(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[0])
 
 
 @pytest.mark.parametrize("name", ["decode", "prefill"])

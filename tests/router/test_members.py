@@ -147,3 +147,19 @@ async def test_who_serves_something_else_gets_nothing(role: Role, model: str, wo
     with pytest.raises(StageUnavailable):
         await workers.ask("a")
     await workers.fleet.stop()
+
+
+async def test_one_address_given_for_two_stages_is_two_workers_that_both_stop() -> None:
+    network = MemoryNetwork()
+    fleet = Fleet(
+        prefill=[network.channel("x")],
+        decode=[network.channel("x")],
+        heartbeat_s=3600.0,
+        timeout_s=5.0,
+        clock=lambda: 0.0,
+    )
+    before = asyncio.all_tasks()
+    fleet.start()
+    assert len(asyncio.all_tasks() - before) == 3
+    await fleet.stop()
+    assert asyncio.all_tasks() == before

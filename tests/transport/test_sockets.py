@@ -3,6 +3,7 @@
 import asyncio
 import multiprocessing
 import os
+import re
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import zmq
 
+from encoder.cluster import ClusterKeys, new_secret
 from encoder.wire import TensorFrame
 from epd.transport.base import ChannelClosed, Peer, PeerUnreachable, Received, WorkerDown
 from epd.transport.sockets import WorkerChannel, WorkerEndpoint
@@ -175,3 +177,122 @@ async def test_a_killed_worker_is_known_at_once_and_the_next_one_starts_clean(
     finally:
         second.kill()
         second.join()
+
+
+def test_others_are_told_the_advertised_address() -> None:
+    endpoint = WorkerEndpoint("tcp://127.0.0.1:*", advertise="tcp://10.0.0.7:*")
+    try:
+        assert re.fullmatch(r"tcp://10\.0\.0\.7:[1-9]\d+", endpoint.address)
+    finally:
+        endpoint.close()
+    endpoint = WorkerEndpoint("tcp://127.0.0.1:*", advertise="tcp://pod-1:7002")
+    try:
+        assert endpoint.address == "tcp://pod-1:7002"
+    finally:
+        endpoint.close()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def _port_of(endpoint: WorkerEndpoint) -> str:
+    return endpoint.address.rpartition(":")[2]
+
+
+def _send_until_taken(sender: WorkerEndpoint, address: str, clock: Clock, *, step_s: float) -> None:
+    """Time passes with every try; what was refused is tried again."""
+    for _ in range(200):
+        try:
+            sender.send_to(address, Abort(request_id="r"))
+        except PeerUnreachable:
+            clock.now_s += step_s
+            time.sleep(0.01)
+        else:
+            return
+    raise AssertionError("nothing was taken")
+
+
+def test_workers_of_one_cluster_exchange_kv_and_of_two_do_not() -> None:
+    """A worker that was started with the wrong secret is reached once it is started again with the right one, though
+    ZMQ gives a connection up that was refused."""
+    ours, theirs = (ClusterKeys.derive(new_secret().encode()) for _ in range(2))
+    clock = Clock()
+    prefill = WorkerEndpoint("tcp://127.0.0.1:*", keys=ours, connect_grace_s=0.2, clock=clock)
+    stranger = WorkerEndpoint("tcp://127.0.0.1:*", keys=theirs)
+    address, port = stranger.address, _port_of(stranger)
+    try:
+        for _ in range(3):
+            with pytest.raises(PeerUnreachable):
+                prefill.send_to(address, Abort(request_id="r"))
+        assert stranger.receive(0.1) == []
+    finally:
+        stranger.close()
+    decode = WorkerEndpoint(f"tcp://127.0.0.1:{port}", keys=ours)
+    try:
+        clock.now_s += 1.0
+        _send_until_taken(prefill, address, clock, step_s=4.0)
+        assert take(decode).message == Abort(request_id="r")
+    finally:
+        decode.close()
+        prefill.close()
+
+
+def test_connections_to_workers_that_are_gone_for_good_are_closed() -> None:
+    clock = Clock()
+    sender = WorkerEndpoint("tcp://127.0.0.1:*", connect_grace_s=5.0, clock=clock)
+    try:
+        for number in range(5):
+            receiver = WorkerEndpoint("tcp://127.0.0.1:*")
+            sender.send_to(receiver.address, Abort(request_id=str(number)))
+            assert take(receiver).message == Abort(request_id=str(number))
+            receiver.close()
+            clock.now_s += 1000.0
+        assert sender.num_connections == 1
+    finally:
+        sender.close()
+
+
+async def test_a_channel_says_that_it_is_refused_and_gets_in_when_the_key_is_right() -> None:
+    ours, theirs = (ClusterKeys.derive(new_secret().encode()) for _ in range(2))
+    stranger = WorkerEndpoint("tcp://127.0.0.1:*", keys=theirs)
+    port = _port_of(stranger)
+    channel = WorkerChannel(stranger.address, keys=ours)
+    channel.open()
+    try:
+        async with asyncio.timeout(10):
+            while not channel.is_refused:  # noqa: ASYNC110 - the channel's own state
+                await asyncio.sleep(0.01)
+        assert not channel.connected
+        stranger.close()
+        friend = WorkerEndpoint(f"tcp://127.0.0.1:{port}", keys=ours)
+        try:
+            await asyncio.wait_for(channel.wait_connected(), 10)
+            assert not channel.is_refused
+        finally:
+            friend.close()
+    finally:
+        channel.close()
+
+
+async def test_a_channel_without_a_key_gets_in_where_none_is_asked_any_more() -> None:
+    """The other way round ZMQ would never try again."""
+    guarded = WorkerEndpoint("tcp://127.0.0.1:*", keys=ClusterKeys.derive(new_secret().encode()))
+    port = _port_of(guarded)
+    channel = WorkerChannel(guarded.address)
+    channel.open()
+    try:
+        await asyncio.sleep(0.3)
+        assert not channel.connected
+        guarded.close()
+        plain = WorkerEndpoint(f"tcp://127.0.0.1:{port}")
+        try:
+            await asyncio.wait_for(channel.wait_connected(), 10)
+        finally:
+            plain.close()
+    finally:
+        channel.close()
