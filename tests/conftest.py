@@ -4,11 +4,15 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
 from epd.cache.l3.open import hot_root
+
+if TYPE_CHECKING:
+    from tests.e2e.service import Service
 
 # Examples have no time limit each: tests that compute run at a low priority beside others (see scripts/check).
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -47,3 +51,19 @@ def _priority_as_it_was() -> Iterator[None]:
     policy = os.sched_getscheduler(0)
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     assert policy == os.SCHED_OTHER, "use tests.fakes.media.priority around encoders"
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Service"]:
+    """One real server, `mimo serve` in one process, for all tests that only ask it as clients do."""
+    from tests.e2e.service import SAMPLES, running_service
+
+    log_dir, files_dir = tmp_path_factory.mktemp("served"), tmp_path_factory.mktemp("served-files")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MIMO_GATEWAY__FILES_DIR", str(files_dir))
+        # Enough for every known answer, and no more where a tester asks for nothing in particular.
+        patch.setenv("MIMO_GATEWAY__DEFAULT_MAX_TOKENS", "96")
+        # Every URL that a tester makes up is tried, and most lead nowhere.
+        patch.setenv("MIMO_FETCH__TIMEOUT_S", "2")
+        with running_service(log_dir, "--mode", "unified", "--media-root", str(SAMPLES)) as service:
+            yield service

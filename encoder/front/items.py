@@ -139,11 +139,11 @@ def read_encode_body(body: object, *, max_items: int) -> EncodeBody:
         raise invalid("input is []; it must not be empty", "input")
     if len(parts) > max_items:
         raise invalid(f"input has {len(parts)} items; allowed: at most {max_items}", "input")
-    encoding_format = body.get("encoding_format") or "base64"
+    encoding_format = body.get("encoding_format")
     return EncodeBody(
         items=tuple(_item_or_fault(part, f"input[{i}]") for i, part in enumerate(parts)),
         model=_typed(body, "model", str, ""),
-        encoding_format=checked_format(encoding_format),
+        encoding_format="base64" if encoding_format is None else checked_format(encoding_format),
     )
 
 

@@ -16,16 +16,16 @@ Ask = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def ask(api: Service) -> Ask:
+def ask(served: Service) -> Ask:
     """Posts a body, or gets a path; holds what comes back to the document and returns it, streams as text."""
-    judge = AnswerJudge(lambda: dict(api.get("/openapi.json").body))
+    judge = AnswerJudge(lambda: dict(served.get("/openapi.json").body))
 
     def ask(path: str, body: Any = None, *, method: str | None = None, **headers: str) -> Any:
         raw = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         if body is not None:
             named.setdefault("Content-Type", "application/json")
-        request = urllib.request.Request(api.url + path, data=raw, headers=named, method=method)
+        request = urllib.request.Request(served.url + path, data=raw, headers=named, method=method)
         with urllib.request.urlopen(request, timeout=60) as response:
             content = response.read()
             judge.check(request.get_method(), path, response.status, response.headers, content)

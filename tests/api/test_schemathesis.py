@@ -16,13 +16,13 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.mark.timeout(int(600 * max(1.0, float(os.environ.get("MIMO_TEST_EFFORT", "1")))))
-def test_it_finds_nothing(api: Service, tmp_path: Path) -> None:
-    done = run_schemathesis(api.url, "--phases", "examples,coverage,fuzzing", num_examples=10, directory=tmp_path)
+def test_it_finds_nothing(served: Service, tmp_path: Path) -> None:
+    done = run_schemathesis(served.url, "--phases", "examples,coverage,fuzzing", num_examples=10, directory=tmp_path)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr
     assert num_generated(done) > 500
     # And it goes on as if nothing had been.
-    assert api.get("/ready").status == 200
-    assert "Traceback" not in api.log_path.read_text()
+    assert served.get("/ready").status == 200
+    assert "Traceback" not in served.log_path.read_text()
 
 
 async def test_no_operation_forgets_its_key(tmp_path: Path) -> None:

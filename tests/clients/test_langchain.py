@@ -21,13 +21,13 @@ PICTURE = HumanMessage(
 
 
 @pytest.fixture
-def chat(server: Service) -> ChatOpenAI:
-    return chat_of(server)
+def chat(served: Service) -> ChatOpenAI:
+    return chat_of(served)
 
 
-def chat_of(server: Service, **options: Any) -> ChatOpenAI:
+def chat_of(served: Service, **options: Any) -> ChatOpenAI:
     return ChatOpenAI(
-        base_url=f"{server.url}/v1", api_key=SecretStr("none"), model=MODEL, temperature=0, max_retries=0, **options
+        base_url=f"{served.url}/v1", api_key=SecretStr("none"), model=MODEL, temperature=0, max_retries=0, **options
     )
 
 
@@ -53,8 +53,8 @@ def test_its_own_image_blocks(chat: ChatOpenAI) -> None:
     assert chat.invoke([message]).content == PICTURE_ANSWER
 
 
-def test_stream(server: Service) -> None:
-    pieces = list(chat_of(server, stream_usage=True).stream([PICTURE]))
+def test_stream(served: Service) -> None:
+    pieces = list(chat_of(served, stream_usage=True).stream([PICTURE]))
     assert "".join(str(piece.content) for piece in pieces) == PICTURE_ANSWER
     assert any(piece.usage_metadata for piece in pieces)
 
@@ -65,19 +65,19 @@ async def test_async_batch(chat: ChatOpenAI) -> None:
     assert answers[1].content
 
 
-def test_bound_tools(server: Service) -> None:
-    bound = chat_of(server, max_tokens=120).bind_tools([paint], tool_choice="required", strict=True)
+def test_bound_tools(served: Service) -> None:
+    bound = chat_of(served, max_tokens=120).bind_tools([paint], tool_choice="required", strict=True)
     answer = bound.invoke([PICTURE])
     assert isinstance(answer, AIMessage)
     assert answer.tool_calls, answer
     call = answer.tool_calls[0]
     result = paint.invoke(call)
     assert isinstance(result, ToolMessage)
-    after = chat_of(server, max_tokens=20).bind_tools([paint]).invoke([PICTURE, answer, result])
+    after = chat_of(served, max_tokens=20).bind_tools([paint]).invoke([PICTURE, answer, result])
     assert after.content or after.tool_calls  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_structured_output(server: Service, method: Literal["json_schema", "function_calling"]) -> None:
-    structured = chat_of(server, max_tokens=120).with_structured_output(Shape, method=method, strict=True)
+def test_structured_output(served: Service, method: Literal["json_schema", "function_calling"]) -> None:
+    structured = chat_of(served, max_tokens=120).with_structured_output(Shape, method=method, strict=True)
     assert isinstance(structured.invoke([PICTURE]), Shape)

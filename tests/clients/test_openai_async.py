@@ -14,12 +14,12 @@ from tests.fakes.stages import until
 pytestmark = pytest.mark.e2e
 
 
-def async_client(server: Service, **options: int) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", **{"max_retries": 0, **options})
+def async_client(served: Service, **options: int) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", **{"max_retries": 0, **options})
 
 
-async def test_many_at_once_each_get_their_own_answer(server: Service) -> None:
-    async with async_client(server) as client:
+async def test_many_at_once_each_get_their_own_answer(served: Service) -> None:
+    async with async_client(served) as client:
 
         async def whole(name: str) -> str | None:
             answer = await client.chat.completions.create(**GREEDY, messages=MEDIA[name])
@@ -35,8 +35,8 @@ async def test_many_at_once_each_get_their_own_answer(server: Service) -> None:
     assert list(answers) == [KNOWN_ANSWERS[name].answer for name in names] * 2
 
 
-async def test_a_task_that_is_cancelled_takes_its_request_along(server: Service) -> None:
-    async with async_client(server) as client:
+async def test_a_task_that_is_cancelled_takes_its_request_along(served: Service) -> None:
+    async with async_client(served) as client:
         task = asyncio.create_task(
             client.chat.completions.create(**GREEDY, messages=PICTURE, max_tokens=2000, extra_body={"ignore_eos": True})
         )

@@ -151,31 +151,31 @@ def test_raw_answers_have_their_request_id(client: openai.OpenAI) -> None:
     assert answer._request_id.startswith("req-")
 
 
-def test_a_client_that_gives_up_is_let_go(client: openai.OpenAI, server: Service) -> None:
+def test_a_client_that_gives_up_is_let_go(client: openai.OpenAI, served: Service) -> None:
     with pytest.raises(openai.APITimeoutError):
         client.with_options(timeout=0.05).chat.completions.create(
             **GREEDY, messages=PICTURE, max_tokens=2000, extra_body={"ignore_eos": True}
         )
     deadline = time.monotonic() + 20
-    while inflight(server) and time.monotonic() < deadline:
+    while inflight(served) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert inflight(server) == 0
+    assert inflight(served) == 0
 
 
-def inflight(server: Service) -> float:
-    lines = str(server.get("/metrics").body["text"]).splitlines()
+def inflight(served: Service) -> float:
+    lines = str(served.get("/metrics").body["text"]).splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("mimo_gateway_inflight_requests"))
 
 
-def test_a_closed_stream_ends_the_work(client: openai.OpenAI, server: Service) -> None:
+def test_a_closed_stream_ends_the_work(client: openai.OpenAI, served: Service) -> None:
     with client.chat.completions.create(
         **GREEDY, messages=PICTURE, stream=True, max_tokens=2000, extra_body={"ignore_eos": True}
     ) as stream:
         next(iter(stream))
     deadline = time.monotonic() + 20
-    while inflight(server) and time.monotonic() < deadline:
+    while inflight(served) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert inflight(server) == 0
+    assert inflight(served) == 0
 
 
 def test_other_servers_fields_pass_through_extra_body(client: openai.OpenAI) -> None:
@@ -189,9 +189,9 @@ def test_other_servers_fields_pass_through_extra_body(client: openai.OpenAI) -> 
     assert answer.model_extra["timings"]["steps"]
 
 
-def test_connections_are_kept(client: openai.OpenAI, server: Service) -> None:
+def test_connections_are_kept(client: openai.OpenAI, served: Service) -> None:
     """Many requests of one client go over one connection."""
-    host, _, port = server.url.removeprefix("http://").partition(":")
+    host, _, port = served.url.removeprefix("http://").partition(":")
     with CountingProxy(host, int(port)) as proxy, openai.OpenAI(base_url=f"{proxy.url}/v1", api_key="none") as over:
         for _ in range(5):
             over.models.list()

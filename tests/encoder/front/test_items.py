@@ -115,6 +115,8 @@ def test_a_fault_of_one_part_names_field_value_and_what_is_allowed(part: Any, pa
         ({"input": [PNG], "inputs": 1}, "inputs", "unknown field inputs (value 1); allowed fields: input, model, enc"),
         ({"input": [PNG], "model": 3}, "model", "model is 3; it must be a string"),
         ({"input": [PNG], "encoding_format": "hex"}, "encoding_format", 'is "hex"; allowed: "base64", "float"'),
+        ({"input": [PNG], "encoding_format": ""}, "encoding_format", 'is ""; allowed: "base64", "float"'),
+        ({"input": [PNG], "encoding_format": 0}, "encoding_format", 'is 0; allowed: "base64", "float"'),
     ],
 )
 def test_a_fault_of_the_whole_ends_all_of_it(body: Any, param: str | None, words: str) -> None:
