@@ -1,5 +1,6 @@
 """The page on a real deployment: ask about media, watch the stream, stop it, see where the time went."""
 
+import asyncio
 import re
 from pathlib import Path
 
@@ -232,3 +233,16 @@ async def test_a_large_medium_is_uploaded_once_and_taken_back(
             await visit.page.click("#new-chat")
         assert (await deleted.value).status == 200
         assert service.get(f"/v1/files/{file_id}").status == 404
+
+
+async def test_what_the_browser_records_can_be_heard(browser: Browser, service: Service) -> None:
+    """WebM from a microphone has no duration in its header. The browser's false microphone beeps."""
+    async with visiting(browser, service.url, permissions=["microphone"]) as visit:
+        await visit.open()
+        await visit.page.click("#microphone")
+        await visit.page.wait_for_selector("#microphone[aria-pressed=true]")
+        await asyncio.sleep(1.2)
+        await visit.page.click("#microphone")
+        await visit.attached(1)
+        assert re.search(r"sound|hear|beep", await visit.ask("How many beeps are there?"))
+        assert await visit.page.locator(".fault").count() == 0

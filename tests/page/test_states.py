@@ -277,6 +277,20 @@ async def test_files_that_are_no_media_are_refused_by_name_and_text_goes_into_th
         assert not await visit.page.inner_text("#notice")
 
 
+async def test_a_model_of_text_alone_is_offered_no_media(browser: Browser) -> None:
+    picture = {"name": "a.png", "mimeType": "image/png", "buffer": b"x"}
+    async with running_gateway() as stack, visiting(browser, stack.url) as visit:
+        stack.encoder.infos = dict  # type: ignore[method-assign]
+        await visit.open()
+        await visit.page.wait_for_selector(".welcome >> text=This model reads and writes text")
+        assert not await visit.page.locator("#attach").is_visible()
+        assert not await visit.page.locator("#microphone").is_visible()
+        assert await visit.page.locator(".stage[data-stage='encode']").count() == 0
+        await visit.page.set_input_files("#files", picture)
+        await visit.page.wait_for_selector("#notice:has-text('This model takes no image')")
+        assert await visit.ask("hello") == "a red circle"
+
+
 async def test_events_are_read_wherever_they_are_cut(browser: Browser) -> None:
     """The stream's parser, on every way to cut a text in two, and byte by byte."""
     async with running_gateway() as stack, visiting(browser, stack.url) as visit:

@@ -82,6 +82,8 @@ function dataUrl(file) {
 export class Attachments {
   #media = [];
   #list = byId("attachments");
+  /** What the model takes; null until the server has said it. */
+  #taken = null;
 
   /** `say` shows a line to the person, `insert` puts text into the question. */
   constructor({ say, insert }) {
@@ -94,15 +96,26 @@ export class Attachments {
     return this.#media.length === 0;
   }
 
+  /** `kinds` are image, video and audio, or fewer; none for a model of text alone. */
+  setTaken(kinds) {
+    this.#taken = kinds;
+    for (const id of ["attach", "microphone"]) byId(id).hidden = !kinds.length;
+    if (!kinds.includes("audio")) byId("microphone").hidden = true;
+  }
+
   async add(files) {
     const refused = [];
+    const untaken = new Set();
     for (const file of files) {
       const kind = kindOf(file);
       if (kind === null || (kind === "text" && file.size > MAX_TEXT_BYTES)) refused.push(file.name);
       else if (kind === "text") this.insert(await file.text());
+      else if (this.#taken !== null && !this.#taken.includes(kind)) untaken.add(kind);
       else this.put(new Medium(file, kind));
     }
-    this.say(refused.length ? `Not attached, since it is no picture, video or sound: ${refused.join(", ")}` : "");
+    const faults = [...untaken].map((kind) => `This model takes no ${kind}.`);
+    if (refused.length) faults.push(`Not attached, since it is no picture, video or sound: ${refused.join(", ")}`);
+    this.say(faults.join(" "));
   }
 
   put(medium) {

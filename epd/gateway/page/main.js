@@ -10,6 +10,7 @@ import { setUpSettings, setUpTheme } from "./settings.js";
 
 let model = "";
 let samples = null;
+let kinds = ["image", "video", "audio"];
 const question = byId("question");
 
 function say(text) {
@@ -51,8 +52,10 @@ function sampleButton(sample) {
 function welcome() {
   const isOurs = samples !== null && samples.model === model;
   return el("div.welcome", {},
-    el("h2", {}, "Ask about what you see, watch or hear."),
-    el("p", {}, "Drop a picture, a video or a sound anywhere, paste one, or record. Beside the answer you see where its time goes."),
+    el("h2", {}, kinds.length ? "Ask about what you see, watch or hear." : "Ask something."),
+    el("p", {}, kinds.length
+      ? "Drop a picture, a video or a sound anywhere, paste one, or record. Beside the answer you see where its time goes."
+      : "This model reads and writes text. Beside the answer you see where its time goes."),
     isOurs && el("div.samples", { role: "group", "aria-label": "Examples" }, ...samples.samples.map(sampleButton)),
     isOurs && el("p.note", {}, samples.note));
 }
@@ -69,10 +72,21 @@ function redrawWelcome() {
 }
 
 function onView(view) {
+  const taken = view.stages.filter((stage) => stage.stage === "encode").flatMap((stage) => stage.processes.flatMap((process) => process.modalities));
+  // While encoders start nothing is known; where there are none, no media are taken.
+  if (taken.length || !view.stages.some((stage) => stage.stage === "encode")) showTaken([...new Set(taken)].sort());
   if (view.model === model) return;
   model = view.model;
   byId("model").textContent = model;
   document.title = `${model} - MiMo`;
+  redrawWelcome();
+}
+
+function showTaken(taken) {
+  if (taken.join() === kinds.toSorted().join()) return;
+  kinds = taken;
+  attachments.setTaken(kinds);
+  question.placeholder = kinds.length ? "Ask about a picture, a video, a sound" : "Ask something";
   redrawWelcome();
 }
 
