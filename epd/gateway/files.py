@@ -12,8 +12,6 @@ Everything here blocks and may be called from any thread.
 """
 
 import errno
-import fcntl
-import itertools
 import logging
 import mmap
 import os
@@ -22,7 +20,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -30,6 +28,7 @@ from typing import Final, Literal
 import msgspec
 
 from epd.errors import FilesFull, FileTooLarge, Overloaded, UnknownFile
+from epd.gateway.files_space import Workspace, locked, names_in, sync, write_new
 from epd.gateway.validation import shown
 from preprocess.recognise import media_type, modality_of
 from preprocess.types import Modality
@@ -82,7 +81,7 @@ class FileStore:
         self._root = root
         self._unix_clock = unix_clock
         self._known: dict[tuple[str, str], StoredFile] = {}
-        self._workspace: _Workspace | None = None
+        self._workspace: Workspace | None = None
         self._arriving: dict[str, int] = {}
         self._guard = threading.Lock()
 
@@ -90,7 +89,7 @@ class FileStore:
         """Make the root, and remove what is torn or expired. Raises OSError for a root that cannot be used."""
         for directory in (self._root, self._kept, self._root / "arriving"):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._workspace = _Workspace.make(self._root / "arriving")
+        self._workspace = Workspace.make(self._root / "arriving")
         self.sweep(is_start=True)
 
     def close(self) -> None:
@@ -100,15 +99,15 @@ class FileStore:
 
     def begin(self, owner: str) -> "Arriving":
         """Room for an upload, to be committed or abandoned once. Raises FilesFull where there is none at all."""
-        self._check_room(owner, 0)
+        kept_bytes = self._check_room(owner, 0)
         with _disk_full_named():
-            return Arriving(self, owner, self._space.new_directory())
+            return Arriving(self, owner, self._space.new_directory(), kept_bytes=kept_bytes)
 
     def get(self, owner: str, file_id: str) -> StoredFile:
         """Raises UnknownFile."""
         file = self._read(owner, file_id) if _ID.fullmatch(file_id) else None
         if file is None:
-            self._known.pop((owner, file_id), None)
+            self._note(owner, file_id, None)
             raise unknown_file(file_id)
         return file
 
@@ -150,19 +149,26 @@ class FileStore:
     def sweep(self, *, is_start: bool = False) -> None:
         """Remove what has expired, and what processes that are gone were writing. At the start also what is damaged."""
         now_s = self._unix_clock()
+        found: set[tuple[str, str]] = set()
         for owner in self._owners():
             for file_id in self._ids(owner):
+                found.add((owner, file_id))
                 known = None if is_start else self._known.get((owner, file_id))
                 file = known or self._read(owner, file_id, is_expired_too=True)
                 if file is None or file.expires_unix_s <= now_s:
                     why = "is damaged" if file is None else "has expired"
                     logger.info("file %s %s and is removed", file_id, why)
                     self._remove(owner, file_id)
+        # What others have deleted.
+        for owner, file_id in set(self._known) - found:
+            if self._read(owner, file_id) is None:
+                self._note(owner, file_id, None)
         self._space.remove_those_of_the_dead()
 
     def usage(self) -> tuple[int, int]:
         """Files and bytes of all owners that this process knows of."""
-        known = list(self._known.values())
+        with self._guard:
+            known = list(self._known.values())
         return len(known), sum(file.size_bytes for file in known)
 
     @property
@@ -170,20 +176,20 @@ class FileStore:
         return self._root / "kept"
 
     @property
-    def _space(self) -> "_Workspace":
+    def _space(self) -> "Workspace":
         if self._workspace is None:
             raise RuntimeError("the file store is not open")
         return self._workspace
 
     def _owners(self) -> list[str]:
-        names = _names(self._kept)
+        names = names_in(self._kept)
         return [name for name in names if _OWNER.fullmatch(name)] + ([""] if _EVERYBODY in names else [])
 
     def _place(self, owner: str) -> Path:
         return self._kept / (owner or _EVERYBODY)
 
     def _ids(self, owner: str) -> list[str]:
-        return [name for name in _names(self._place(owner)) if _ID.fullmatch(name)]
+        return [name for name in names_in(self._place(owner)) if _ID.fullmatch(name)]
 
     def _read(self, owner: str, file_id: str, *, is_expired_too: bool = False) -> StoredFile | None:
         """From disk: another gateway may have deleted it. None for what is not there, or not whole."""
@@ -196,12 +202,12 @@ class FileStore:
             return None
         if not is_whole or (file.expires_unix_s <= self._unix_clock() and not is_expired_too):
             return None
-        self._known[owner, file_id] = file
+        self._note(owner, file_id, file)
         return file
 
     def _remove(self, owner: str, file_id: str) -> bool:
         """Whether it was this call that removed it."""
-        self._known.pop((owner, file_id), None)
+        self._note(owner, file_id, None)
         away = self._space.new_name()
         try:
             os.rename(self._place(owner) / file_id, away)
@@ -210,8 +216,24 @@ class FileStore:
         shutil.rmtree(away, ignore_errors=True)
         return True
 
-    def _check_room(self, owner: str, size_bytes: int) -> None:
-        """For one more file of this size, so far. Raises FilesFull naming the setting."""
+    def _note(self, owner: str, file_id: str, file: StoredFile | None) -> None:
+        with self._guard:
+            if file is None:
+                self._known.pop((owner, file_id), None)
+            else:
+                self._known[owner, file_id] = file
+
+    def _arrived(self, owner: str, change_bytes: int) -> int:
+        """Bytes of all uploads of an owner to this process that are under way, after a change."""
+        with self._guard:
+            arriving_bytes = self._arriving.get(owner, 0) + change_bytes
+            self._arriving[owner] = arriving_bytes
+            if not arriving_bytes:
+                del self._arriving[owner]
+        return arriving_bytes
+
+    def _check_room(self, owner: str, size_bytes: int) -> int:
+        """For one more file of this size, so far. The bytes kept; raises FilesFull naming the setting."""
         files = self.of(owner)
         limits = self.limits
         if len(files) + 1 > limits.max_count:
@@ -226,25 +248,29 @@ class FileStore:
                 "delete some",
                 param="file",
             )
+        return kept_bytes
 
     def _add(self, owner: str, directory: Path, file: StoredFile) -> None:
         """Raises FilesFull. One process at a time, so that the limits hold for all together."""
-        with _locked(self._root / "lock"):
+        with locked(self._root / "lock"):
             self._check_room(owner, file.size_bytes)
             target = self._place(owner)
             target.mkdir(mode=0o700, exist_ok=True)
             os.rename(directory, target / file.id)
-            _sync(target)
-        self._known[owner, file.id] = file
+            sync(target)
+        self._note(owner, file.id, file)
 
 
 class Arriving:
     """An upload under way: `write` its pieces, then `commit` or `abandon`."""
 
-    def __init__(self, store: FileStore, owner: str, directory: Path) -> None:
+    def __init__(self, store: FileStore, owner: str, directory: Path, *, kept_bytes: int) -> None:
+        """`kept_bytes`: of the owner's files before this one."""
         self._store = store
         self._owner = owner
         self._directory = directory
+        self._kept_bytes = kept_bytes
+        self._is_over = False
         self.size_bytes = 0
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._content = os.fdopen(os.open(directory / _CONTENT, flags, 0o600), "r+b", buffering=0)
@@ -253,11 +279,14 @@ class Arriving:
         """Raises FileTooLarge, FilesFull, Overloaded for a full disk."""
         limits = self._store.limits
         self.size_bytes += len(piece)
+        arriving_bytes = self._store._arrived(self._owner, len(piece))
         if self.size_bytes > limits.file_max_bytes:
             raise too_large(limits)
-        if self.size_bytes > limits.total_bytes:
+        # Of all that arrives at the same time: the disk has to hold it before it is known what will be kept.
+        if self._kept_bytes + arriving_bytes > limits.total_bytes:
             raise FilesFull(
-                f"the file has more than the {limits.total_bytes} bytes that may be kept (gateway.files_bytes)",
+                f"{self._kept_bytes} bytes of files are kept, {arriving_bytes} are arriving, and "
+                f"{limits.total_bytes} are allowed (gateway.files_bytes); delete some",
                 param="file",
             )
         view = memoryview(piece)
@@ -283,13 +312,16 @@ class Arriving:
             )
             os.fsync(self._content.fileno())
             self._content.close()
-            _write(self._directory / _ABOUT, msgspec.json.encode(file))
-            _sync(self._directory)
+            write_new(self._directory / _ABOUT, msgspec.json.encode(file))
+            sync(self._directory)
             self._store._add(self._owner, self._directory, file)
         return file
 
     def abandon(self) -> None:
-        """Leave nothing. Harmless after `commit`."""
+        """Leave nothing. To be called after `commit` as well, which it does not undo."""
+        if not self._is_over:
+            self._is_over = True
+            self._store._arrived(self._owner, -self.size_bytes)
         self._content.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -298,59 +330,6 @@ class Arriving:
             return None, "application/octet-stream"
         with mmap.mmap(self._content.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             return modality_of(mapped), media_type(mapped)
-
-
-class _Workspace:
-    """A directory below `arriving` that is this process's alone, and locked for as long as it lives."""
-
-    def __init__(self, directory: Path, lock: int) -> None:
-        self._directory = directory
-        self._lock = lock
-        self._numbers = itertools.count()
-
-    @classmethod
-    def make(cls, arriving: Path) -> "_Workspace":
-        while True:
-            directory = arriving / secrets.token_hex(16)
-            directory.mkdir(mode=0o700)
-            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            with suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Between the two lines above another process may have taken it for a dead one's.
-                if directory.exists():
-                    return cls(directory, lock)
-            os.close(lock)
-
-    def new_name(self) -> Path:
-        return self._directory / str(next(self._numbers))
-
-    def new_directory(self) -> Path:
-        directory = self.new_name()
-        directory.mkdir(mode=0o700)
-        return directory
-
-    def remove_those_of_the_dead(self) -> None:
-        for name in _names(self._directory.parent):
-            directory = self._directory.parent / name
-            if directory == self._directory:
-                continue
-            try:
-                lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            except OSError:
-                # Removed meanwhile, or nothing of ours.
-                continue
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(directory, ignore_errors=True)
-            except BlockingIOError:
-                # Its process lives.
-                continue
-            finally:
-                os.close(lock)
-
-    def close(self) -> None:
-        shutil.rmtree(self._directory, ignore_errors=True)
-        os.close(self._lock)
 
 
 def too_large(limits: FileLimits) -> FileTooLarge:
@@ -365,16 +344,6 @@ def unknown_file(file_id: str) -> UnknownFile:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
 def _disk_full_named() -> Iterator[None]:
     try:
         yield
@@ -383,26 +352,3 @@ def _disk_full_named() -> Iterator[None]:
             raise
         logger.warning("a file could not be stored: %s", error)
         raise Overloaded("the server has no room for files at present", retry_after_s=30.0) from error
-
-
-def _names(directory: Path) -> list[str]:
-    try:
-        return os.listdir(directory)
-    except FileNotFoundError:
-        return []
-
-
-def _write(path: Path, content: bytes) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -262,6 +262,8 @@ async def test_limits_are_named_and_hold(tmp_path: Path) -> None:
         assert (status, answer["error"]["code"]) == (413, "file_storage_full")
         assert "gateway.files_count" in answer["error"]["message"]
         assert len(stored(tmp_path)) == 4
+        assert await stack.metric("mimo_gateway_files") == 2
+        assert await stack.metric("mimo_gateway_files_bytes") == 90_010
 
 
 async def test_a_client_that_leaves_leaves_nothing(tmp_path: Path) -> None:

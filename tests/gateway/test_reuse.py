@@ -216,3 +216,8 @@ async def test_a_shelf_that_is_full_forgets_what_was_used_least_recently() -> No
             await told(stack, part(PNG, uuid=name))
         assert await refused(stack, part(uuid="a")) == (404, "unknown_media", f"{PATH}.uuid")
         await told(stack, part(uuid="c"))
+        shelf = "mimo_gateway_media_shelf"
+        assert 0 < await stack.metric(f"{shelf}_bytes") <= 800
+        assert await stack.metric(f"{shelf}_names") == 2
+        assert await stack.metric(f"{shelf}_lookups_total") == 2
+        assert await stack.metric(f"{shelf}_evictions_total") == 2
