@@ -33,6 +33,8 @@ from epd.token_table import ANSWER_TAGS, TokenTable, compile_grammar
 
 _MAX_REMEMBERED = 256
 _MAX_ASKED_BYTES = 256 << 10
+# Tokens of a made-up answer by which a grammar is tried.
+_NUM_TRIED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,9 +222,16 @@ class GrammarMaker:
             matcher = compile_grammar(grammar, self._tokenizer)
         except ValueError as error:
             raise refusal(_short(str(error))) from error
-        mask = matcher.compute_bitmask()
-        if matcher.is_error() or not any(mask):
-            raise refusal("nothing fits it")
+        # Some limits of the parser are only met once something is written.
+        for _ in range(_NUM_TRIED):
+            token_id = _first_allowed(matcher.compute_bitmask(), self._eos_token_ids)
+            if matcher.is_error() or token_id is None:
+                raise refusal(_short(matcher.get_error() or "NoExtension"))
+            if token_id in self._eos_token_ids:
+                return
+            matcher.consume_token(token_id)
+        if matcher.is_error():
+            raise refusal(_short(matcher.get_error()))
 
     # -- around it -----------------------------------------------------------------------------------------------------
 
@@ -271,5 +280,18 @@ def _first_param(wish: Wish) -> str:
 
 
 def _short(reason: str) -> str:
-    """Without the parser's inner state."""
-    return " ".join(reason.partition("<state>")[0].split())[:400]
+    """Without the parser's inner state, and in words."""
+    for mark in ("<state>", "<non-verbose/>"):
+        reason = reason.partition(mark)[0]
+    return "nothing fits it" if reason.startswith("NoExtension") else " ".join(reason.split())[:400]
+
+
+def _first_allowed(mask: bytes, ends: Sequence[int]) -> int | None:
+    """The first token that may come, one that ends the answer only if there is no other; None if there is none."""
+    allowed = (8 * i + bit for i, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1)
+    last = None
+    for token_id in allowed:
+        if token_id not in ends:
+            return token_id
+        last = token_id
+    return last

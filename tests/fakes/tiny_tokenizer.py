@@ -1,4 +1,4 @@
-"""A tokenizer.json for the tiny models of 128 tokens: ASCII, some pairs of letters, and special tokens at the end."""
+"""A tokenizer.json for the tiny models of 128 tokens: ASCII, some pairs of letters, a line feed, and special tokens at the end."""
 
 import json
 from pathlib import Path
@@ -15,6 +15,7 @@ def write_tokenizer(folder: Path, *, num_token_ids: int = 128) -> None:
     letter = {value: character for character, value in byte_alphabet().items()}
     words = [letter[value] for value in range(ord(" "), 127)]
     words += ["".join(letter[ord(character)] for character in pair) for pair in _PAIRS]
+    words.append(letter[ord("\n")])
     vocabulary = {word: token_id for token_id, word in enumerate(words)}
     added = [
         {"id": num_token_ids - 1 - back, "content": content, "special": content == "<|im_end|>"}

@@ -21,6 +21,10 @@ _CLOSINGS = [VOCABULARY.encode_plain(text) for text in ("</parameter>", "</param
 _MAX_TOKENS = 1500
 
 
+class NoEnd(Exception):
+    """It wrote and wrote. There are grammars from which chance finds no way out."""
+
+
 def allowed(grammar: str, token_ids: list[int]) -> list[int]:
     """What may come after these tokens."""
     matcher = compile_grammar(grammar, TOKENIZER)
@@ -50,7 +54,7 @@ def write(grammar: str, rng: random.Random, *, patience: int = 25) -> str:
             return VOCABULARY.spell(token_ids).decode()
         assert matcher.consume_tokens(chosen), matcher.get_error()
         token_ids += chosen
-    raise AssertionError(f"no end after {VOCABULARY.spell(token_ids[-100:])!r}")
+    raise NoEnd(f"no end after {VOCABULARY.spell(token_ids[-100:])!r}")
 
 
 def written(wish: Wish, rng: random.Random) -> str:
