@@ -19,8 +19,8 @@ from cli.models import cache_dir, kv_store_dir
 from cli.plan_units import gib
 from cli.port_owner import port_owner
 from cli.preflight import check_deployment
+from epd import mooncake_parts, redis_nodes
 from epd.config import EngineConfig
-from epd.store_address import mooncake_parts, redis_nodes
 
 _STORE_MEMORY_BYTES: Final = 128 << 20
 _OWN_FILES: Final = 1024

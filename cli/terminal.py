@@ -27,9 +27,7 @@ def complain(command: str, message: str, *, exit_code: int) -> None:
 
 def speaks_json(arguments: list[str]) -> bool:
     """Whether `--json` stands among the arguments as a flag; with a file after it, it is where results go."""
-    if "--json" not in arguments:
-        return False
-    return arguments[0] not in ("bench", "eval")
+    return "--json" in arguments and arguments[0] != "bench"
 
 
 def quoted(text: str) -> str:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from epd.engine.worker import REFUSALS, EngineThread, run_worker
     from epd.gateway.app import create_app, start_gateway
     from epd.gateway.health import StageHealth, encoder_health, serving_health, worker_health
-    from epd.gateway.process import fetch_limits, run_gateway
+    from epd.gateway.process import check_gateway, fetch_limits, run_gateway
     from epd.gateway.render import Renderer
     from epd.kernels.native import kernel_states
     from epd.kv.copies import InstantMover
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from epd.model.gguf.checkpoint import import_gguf
     from epd.model.gguf.errors import CacheError, GgufError
     from epd.model.random_checkpoint import write_random_checkpoint
+    from epd.store_address import mooncake_parts, redis_nodes
     from epd.transport.memory import MemoryNetwork
 
 __all__ = [
@@ -68,6 +69,7 @@ __all__ = [
     "TrialFailed",
     "WorkerPlan",
     "cached_sequence_bytes",
+    "check_gateway",
     "clear_local_store",
     "count_heads",
     "create_app",
@@ -79,10 +81,12 @@ __all__ = [
     "kernel_states",
     "local_store_reports",
     "make_policy",
+    "mooncake_parts",
     "open_store",
     "plan_host",
     "plan_pools",
     "plan_worker",
+    "redis_nodes",
     "remove_local_store",
     "ring_pages",
     "run_gateway",
@@ -124,6 +128,7 @@ _HOMES = {
     "TrialFailed": "epd.engine.trial",
     "WorkerPlan": "epd.engine.sizing",
     "cached_sequence_bytes": "epd.kv.layout",
+    "check_gateway": "epd.gateway.process",
     "clear_local_store": "epd.cache.l3.local_report",
     "count_heads": "epd.engine.sizing",
     "create_app": "epd.gateway.app",
@@ -135,10 +140,12 @@ _HOMES = {
     "kernel_states": "epd.kernels.native",
     "local_store_reports": "epd.cache.l3.local_report",
     "make_policy": "epd.cache.victims",
+    "mooncake_parts": "epd.store_address",
     "open_store": "epd.cache.l3.open",
     "plan_host": "epd.kv.layout",
     "plan_pools": "epd.kv.layout",
     "plan_worker": "epd.engine.sizing",
+    "redis_nodes": "epd.store_address",
     "remove_local_store": "epd.cache.l3.local_report",
     "ring_pages": "epd.engine.heal_rows",
     "run_gateway": "epd.gateway.process",

@@ -104,7 +104,7 @@ def completed(*words: str, shell: str = "bash", cwd: Path = ROOT) -> list[str]:
     probe += " print('LOADED', *(m for m in ('torch', 'aiohttp') if m in sys.modules), file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", probe], cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.stderr.strip() == "LOADED", done.stderr
-    return done.stdout.splitlines()
+    return [word for word in done.stdout.splitlines() if word]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
