@@ -13,6 +13,7 @@ from cli.load_role import RoleDeployment
 from cli.load_workers import check_workers
 from encoder.checkpoint import CheckpointError
 from epd import Findings, inspect_checkpoint
+from epd.config import GatewayConfig
 from preprocess.ranges import printable
 
 NUM_NAMES_SHOWN = 20
@@ -47,6 +48,19 @@ def check_deployment(config: ServeConfig | RoleDeployment) -> None:
     if unusable is not None:
         raise ConfigError(unusable)
     check_workers(config, num_held=inspection.inventory.num_mtp_layers)
+    if config.gateway is not None:
+        _check_gateway(config.gateway)
+
+
+def _check_gateway(config: GatewayConfig) -> None:
+    """Raises ConfigError for files of keys or certificates that cannot be used."""
+    # Only here: the command line is completed without it.
+    from epd import check_gateway
+
+    try:
+        check_gateway(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def unservable(model_dir: Path) -> str | None:

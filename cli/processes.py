@@ -115,9 +115,11 @@ async def until_ready(config: ServeConfig | EncoderDeployment | RoleDeployment) 
     import aiohttp
 
     started_s = time.monotonic()
-    url = f"http://{reach(config)}/ready"
+    url = f"{base_url(config)}/ready"
     reasons = "no answer yet"
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+    # Its certificate is for the names that clients use.
+    connector = aiohttp.TCPConnector(ssl=False)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5), connector=connector) as session:
         while time.monotonic() - started_s < config.supervisor.start_timeout_s:
             try:
                 async with session.get(url) as response:
@@ -136,6 +138,12 @@ def reach(config: ServeConfig | EncoderDeployment | RoleDeployment) -> str:
     assert server is not None, "this one speaks no HTTP"
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(server.host, server.host)
     return f"{host}:{server.port}"
+
+
+def base_url(config: ServeConfig | EncoderDeployment | RoleDeployment) -> str:
+    """Where this host's clients reach it."""
+    server = None if isinstance(config, EncoderDeployment) else config.gateway
+    return f"{'https' if server is not None and server.tls_certificate is not None else 'http'}://{reach(config)}"
 
 
 def free_port(host: str) -> int:

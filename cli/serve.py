@@ -20,6 +20,7 @@ from cli.load_workers import check_workers
 from cli.logs import log_to_stderr
 from cli.preflight import check_deployment
 from cli.processes import (
+    base_url,
     build_stages,
     console,
     encoder_stages,
@@ -288,7 +289,7 @@ async def _announce(config: ServeConfig | EncoderDeployment, view: PlainView) ->
     """Wait until every stage is ready, then say where the API is. Raises StageFailed."""
     started_s = time.monotonic()
     await until_ready(config)
-    view.ready(time.monotonic() - started_s, f"http://{reach(config)}")
+    view.ready(time.monotonic() - started_s, base_url(config))
     if view.is_for_machines:
         return
     if isinstance(config, EncoderDeployment):
@@ -299,7 +300,7 @@ async def _announce(config: ServeConfig | EncoderDeployment, view: PlainView) ->
 
 async def _greet(config: ServeConfig) -> None:
     """Say where the API is, and what part of the model's context it has room for."""
-    url = f"http://{reach(config)}/v1/chat/completions"
+    url = f"{base_url(config)}/v1/chat/completions"
     sample = next(
         (root / "picture.png" for root in config.gateway.fetch.media_roots if (root / "picture.png").exists()), None
     )
@@ -311,10 +312,9 @@ async def _greet(config: ServeConfig) -> None:
         ]
     body = {"model": config.model_name, "stream": True, "messages": [{"role": "user", "content": content}]}
     console.print(
-        f"\n[bold]{quoted(config.model_name)}[/] in mode {config.mode} at [bold]http://{reach(config)}[/]   "
-        "(Ctrl-C stops)"
+        f"\n[bold]{quoted(config.model_name)}[/] in mode {config.mode} at [bold]{base_url(config)}[/]   (Ctrl-C stops)"
     )
-    console.print(f"chat, and the pipeline at work: http://{reach(config)}/ in a browser\n")
+    console.print(f"chat, and the pipeline at work: {base_url(config)}/ in a browser\n")
     console.print(
         f"curl -N {url} -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n", soft_wrap=True, markup=False
     )
@@ -329,8 +329,10 @@ async def _mention_context(config: ServeConfig) -> None:
     headers = {"Authorization": f"Bearer {config.gateway.api_keys[0]}"} if config.gateway.api_keys else {}
     try:
         async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5), headers=headers) as session,
-            session.get(f"http://{reach(config)}/v1/models") as response,
+            aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=5), headers=headers, connector=aiohttp.TCPConnector(ssl=False)
+            ) as session,
+            session.get(f"{base_url(config)}/v1/models") as response,
         ):
             room = (await response.json())["data"][0]["max_model_len"]
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, IndexError):

@@ -9,7 +9,15 @@ from cli.cluster import cluster_keys, near
 from cli.load import ConfigError
 from cli.load_role import ENCODER_WORKER, RoleDeployment
 from cli.preflight import check_deployment, unservable
-from cli.processes import console, encoder_stages, reach, require_free_port, serve_processes, stop_signal, until_ready
+from cli.processes import (
+    base_url,
+    console,
+    encoder_stages,
+    require_free_port,
+    serve_processes,
+    stop_signal,
+    until_ready,
+)
 from cli.stage import GatewayStage, Stage, WorkerStage
 from cli.supervisor import StageFailed
 from cli.terminal import quoted
@@ -47,9 +55,7 @@ async def _serve_gateway(config: RoleDeployment, keys: ClusterKeys | None) -> No
 
 async def _announce_gateway(config: RoleDeployment) -> None:
     """Say where the API is, and what it waits for: the other stages may start later, and need not be found yet."""
-    console.print(
-        f"\n[bold]{quoted(config.model_name)}[/]'s gateway at [bold]http://{reach(config)}[/]   (Ctrl-C stops)"
-    )
+    console.print(f"\n[bold]{quoted(config.model_name)}[/]'s gateway at [bold]{base_url(config)}[/]   (Ctrl-C stops)")
     while True:
         try:
             await until_ready(config)

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from cli.arena import host_arena
 from cli.load import ServeConfig
 from cli.preflight import check_deployment
-from cli.processes import build_stages, reach, show_event, until_ready
+from cli.processes import base_url, build_stages, show_event, until_ready
 from cli.supervisor import Supervisor
 
 
@@ -36,7 +36,7 @@ async def service(config: ServeConfig) -> AsyncIterator[str]:
         watch.add_done_callback(lambda watch: watch.cancelled() or block.cancel())
         try:
             await until_ready(config)
-            yield f"http://{reach(config)}"
+            yield base_url(config)
         except asyncio.CancelledError:
             if watch.done() and not watch.cancelled() and (failure := watch.exception()) is not None:
                 block.uncancel()

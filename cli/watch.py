@@ -116,9 +116,12 @@ class Watch:
         import aiohttp
 
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(stage.config.host, stage.config.host)
-        url = f"http://{host}:{stage.config.port}{path}"
+        has_tls = isinstance(stage, GatewayStage) and stage.config.tls_certificate is not None
+        url = f"{'https' if has_tls else 'http'}://{host}:{stage.config.port}{path}"
         timeout = aiohttp.ClientTimeout(total=self._config.silence_s)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        # Whether it lives is asked, not who it is.
+        connector = aiohttp.TCPConnector(ssl=False)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             while True:
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                     async with session.get(url):

@@ -51,6 +51,9 @@ def resolved(tmp_path: Path) -> dict[str, Any]:
                 found[f"{section}.{field.name}"] = list(value) if isinstance(value, tuple) else value
     assert found["engine.kv_store"] == "local:/kv"
     found["engine.kv_store"] = "local"
+    assert Path(found["gateway.files_dir"]).name == "files"
+    # In words: it follows from where the user's cache is.
+    found["gateway.files_dir"] = None
     stages = {"encoder": config.encoders, "prefill": config.prefill, "decode": config.decode}
     return found | {f"{stage}.replicas": len(processes) for stage, processes in stages.items()}
 
