@@ -74,6 +74,7 @@ def create_app(
         timeout_s=config.worker_timeout_s,
         clock=clock,
         has_decode=bool(decode or config.decode),
+        model=config.model_name,
     )
     metrics = GatewayMetrics(fleet=fleet, encoder_infos=encoder.infos)
     admission = Admission(
