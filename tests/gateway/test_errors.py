@@ -15,7 +15,7 @@ def with_part(part: Any) -> dict[str, Any]:
 FAULTS: dict[str, tuple[dict[str, Any], int, str]] = {
     "unknown model": (chat_body() | {"model": "gpt"}, 404, "model"),
     "unknown field": (chat_body(foo=1), 400, "foo"),
-    "n": (chat_body(n=2), 400, "n"),
+    "n": (chat_body(n=0), 400, "n"),
     "response format": (chat_body(response_format={"type": "xml"}), 400, "response_format.type"),
     "tool choice": (chat_body(tool_choice="required"), 400, "tool_choice"),
     "temperature": (chat_body(temperature=9), 400, "temperature"),

@@ -78,7 +78,7 @@ def test_faults_the_fast_parser_does_not_place(raw: str, words: str) -> None:
         ({"stop": "x" * 300}, "it must have at most 256 characters"),
         ({"stop": 5}, "stop is 5; it must be a string or an array"),
         ({"stop": [""]}, 'stop[0] is ""; it must not be empty'),
-        ({"logit_bias": {"5": 1}}, "logit_bias is an object with 1 field; it is not supported"),
+        ({"bad_words": ["a"]}, "bad_words is an array with 1 item; it is not supported"),
         ({"messages": []}, "messages is []; it must not be empty"),
     ],
 )
