@@ -4,6 +4,8 @@ its metrics after that and the spans of all its processes, is what the tests loo
 import contextlib
 import http.client
 import json
+import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,9 @@ import pytest
 from tests.e2e.service import SAMPLES, Answer, Service, file_url, running_service
 from tests.fakes.otlp_receiver import receiving
 from tests.fakes.span_tree import Node
+
+NUM_GENERATED = 8
+"""Choices that were computed, that of the client who left among them."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,7 @@ def settled_metrics(service: Service) -> str:
     """Once the heartbeats have told of everything."""
     while True:
         text: str = service.get("/metrics").body["text"]
-        told = [line for line in text.splitlines() if line.startswith("mimo_decode_finished_requests_total{")]
-        if told and float(told[0].rpartition(" ")[2]) >= 6:
+        told = re.findall(r"^mimo_(?:prefill|decode)_finished_requests_total{\S* (\S+)$", text, re.MULTILINE)
+        if len(told) == 2 and all(float(number) >= NUM_GENERATED for number in told):
             return text
+        time.sleep(0.1)

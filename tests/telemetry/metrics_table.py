@@ -6,6 +6,8 @@ python -m tests.telemetry.metrics_table     prints it
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -13,6 +15,7 @@ from encoder.front.metrics import FrontMetrics
 from encoder.metrics import COUNTER_TEXTS, HISTOGRAM_TEXTS
 from encoder.types import EncoderInfo, HistogramCounts
 from epd.gateway.metrics import GatewayMetrics
+from epd.gateway.metrics_library import LibraryMetrics
 from epd.gateway.metrics_workers import COUNTER_TEXTS as WORKER_COUNTERS
 from epd.gateway.metrics_workers import HISTOGRAM_TEXTS as WORKER_HISTOGRAMS
 from epd.gateway.metrics_workers import LABELLED_TEXTS as WORKER_LABELLED
@@ -61,6 +64,7 @@ def rows() -> list[Row]:
     fleet = Fleet(prefill=[network.channel("a")], decode=[], heartbeat_s=1.0, timeout_s=1.0, clock=lambda: 0.0)
     fleet.workers[0].info = _worker()
     gateway = GatewayMetrics(fleet=fleet, encoder_infos=lambda: {"a": _encoder()})
+    gateway.registry.register(LibraryMetrics(_libraries()))
     front = FrontMetrics(infos=dict)
     found = {row.name: row for row in _rows(gateway.text().decode())}
     found |= {row.name: row for row in _rows(front.text().decode()) if row.name not in found}
@@ -96,6 +100,12 @@ def _rows(text: str) -> Iterator[Row]:
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
         yield Row(name, family.type, tuple(sorted(labels)), re.sub(r"\s+", " ", family.documentation))
+
+
+def _libraries() -> Any:
+    """As `epd.gateway.library.Libraries` is counted."""
+    shelf = SimpleNamespace(size_bytes=1, num_names=1, num_hits=1, num_misses=1, num_evicted=1)
+    return SimpleNamespace(shelf=shelf, files=SimpleNamespace(usage=lambda: (1, 1)))
 
 
 def _histogram(name: str, labels: tuple[str, ...]) -> HistogramCounts:
