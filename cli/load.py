@@ -23,6 +23,7 @@ import msgspec
 
 from cli.cluster import KEY_VARIABLE, ClusterConfig
 from cli.errors import ConfigError as ConfigError
+from cli.logs import LogFormat
 from cli.models import PACKAGED_MODELS, ModelUnavailable, cache_dir, imported_model, is_imported, kv_store_dir
 from encoder import FrontConfig, SglangConfig
 from encoder.checkpoint import CheckpointError, read_json_object
@@ -70,6 +71,8 @@ class SupervisorConfig:
     silence_s: float = 30.0
     probe_period_s: float = 1.0
     start_timeout_s: float = 300.0
+    # Of the logs of all processes, on standard error.
+    log_format: LogFormat = "text"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

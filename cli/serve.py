@@ -17,7 +17,7 @@ from cli.greet import greet_encoder
 from cli.load import BUILTIN_MODELS, MODES, ConfigError, ServeConfig, as_json
 from cli.load_role import ENCODER_WORKER, ROLES, EncoderDeployment, RoleDeployment, given_role, load_any
 from cli.load_workers import check_workers
-from cli.logs import log_to_stderr
+from cli.logs import LOG_FORMATS, log_to_stderr
 from cli.preflight import check_deployment
 from cli.processes import (
     base_url,
@@ -33,7 +33,7 @@ from cli.processes import (
 )
 from cli.runtime import run_directory
 from cli.stage import FrontStage, Stage
-from cli.startup import LOG_FORMATS, LogFormat, PlainView, startup_view
+from cli.startup import PlainView, startup_view
 from cli.supervisor import StageFailed, StageRefused
 from cli.terminal import quoted
 from encoder.checkpoint import read_json_object
@@ -146,10 +146,11 @@ def serve(
     log_format: Annotated[
         str,
         typer.Option(
-            help="Of what happens to the stages, on standard error: text, or json with an object per line.",
+            help="Of logs and of what happens to the stages, on standard error: text, or json with an object per line.",
             autocompletion=one_of(*LOG_FORMATS),
+            show_default="text",
         ),
-    ] = "text",
+    ] = "",
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Show the resolved settings as JSON and stop.")
     ] = False,
@@ -162,8 +163,6 @@ def serve(
 
     Example: mimo serve --role decode --listen tcp://0.0.0.0:7002 --cluster-key-file cluster.key
     """
-    if log_format not in LOG_FORMATS:
-        raise ConfigError(f"--log-format is {log_format!r}; allowed: {', '.join(LOG_FORMATS)}")
     known_role = given_role(config, role)
     http = "front" if known_role == "encoder" else "gateway"
     flags = _flags(
@@ -188,6 +187,7 @@ def serve(
             "prefill.replicas": prefill_workers,
             "decode.replicas": decode_workers,
             "engine.prefix_cache": prefix_cache,
+            "supervisor.log_format": log_format or None,
         },
         setting or [],
     )
@@ -203,7 +203,7 @@ def serve(
                 return
             if isinstance(resolved, EncoderDeployment):
                 require_free_port(resolved.front.host, resolved.front.port)
-                asyncio.run(_serve_encoder(resolved, log_format))
+                asyncio.run(_serve_encoder(resolved))
                 return
             if isinstance(resolved, RoleDeployment):
                 # Only here: the command line is completed without it.
@@ -213,7 +213,7 @@ def serve(
                 return
             check_deployment(resolved)
             require_free_port(resolved.gateway.host, resolved.gateway.port)
-            asyncio.run(_serve(resolved, log_format))
+            asyncio.run(_serve(resolved))
     except StageFailed as error:
         console.print(f"[red]mimo serve:[/] {quoted(str(error))}")
         raise typer.Exit(2 if isinstance(error, StageRefused) else 1) from error
@@ -253,28 +253,26 @@ def _store_url(given: str) -> str | None:
     return given if "://" in given or given.startswith("unix:") else str(Path(given).expanduser().absolute())
 
 
-async def _serve_encoder(config: EncoderDeployment, log_format: LogFormat) -> None:
+async def _serve_encoder(config: EncoderDeployment) -> None:
     front = FrontStage(config=config.front, sglang=config.sglang)
     stages: list[Stage] = [*encoder_stages(config, config.front.encoders), front]
-    await _serve_shown(config, stages, stop_signal(), log_format)
+    await _serve_shown(config, stages, stop_signal())
 
 
-async def _serve(config: ServeConfig, log_format: LogFormat) -> None:
+async def _serve(config: ServeConfig) -> None:
     stop = stop_signal()
     if config.mode == "unified":
         from cli.unified import serve_unified
 
-        log_to_stderr("unified")
+        log_to_stderr("unified", config.supervisor.log_format)
         await serve_unified(config, stop, on_ready=lambda: _greet(config))
         return
-    await _serve_shown(config, build_stages(config), stop, log_format)
+    await _serve_shown(config, build_stages(config), stop)
 
 
-async def _serve_shown(
-    config: ServeConfig | EncoderDeployment, stages: Sequence[Stage], stop: asyncio.Event, log_format: LogFormat
-) -> None:
+async def _serve_shown(config: ServeConfig | EncoderDeployment, stages: Sequence[Stage], stop: asyncio.Event) -> None:
     """Serve, and show how the stages come up. Raises Exit for a stage that is beyond restarting, which is told."""
-    view = startup_view(console, [stage.name for stage in stages], log_format)
+    view = startup_view(console, [stage.name for stage in stages], config.supervisor.log_format)
     view.start()
     try:
         await serve_processes(config, stages, stop, announce=lambda: _announce(config, view), view=view)

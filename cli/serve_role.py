@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 from cli.cluster import cluster_keys, near
 from cli.load import ConfigError
@@ -19,6 +20,7 @@ from cli.processes import (
     until_ready,
 )
 from cli.stage import GatewayStage, Stage, WorkerStage
+from cli.startup import JsonView, PlainView
 from cli.supervisor import StageFailed
 from cli.terminal import quoted
 from encoder.cluster import ClusterKeys
@@ -50,11 +52,22 @@ def serve_role(config: RoleDeployment) -> None:
 async def _serve_gateway(config: RoleDeployment, keys: ClusterKeys | None) -> None:
     assert config.gateway is not None, "this is for the gateway"
     stages: list[Stage] = [GatewayStage(config=config.gateway, cluster=config.cluster)]
-    await serve_processes(config, stages, stop_signal(), announce=lambda: _announce_gateway(config), keys=keys)
+    view = _view(config)
+    announce = partial(_announce_gateway, config, view)
+    await serve_processes(config, stages, stop_signal(), announce=announce, keys=keys, view=view)
 
 
-async def _announce_gateway(config: RoleDeployment) -> None:
+def _view(config: RoleDeployment) -> PlainView:
+    return JsonView(console) if config.supervisor.log_format == "json" else PlainView(console)
+
+
+async def _announce_gateway(config: RoleDeployment, view: PlainView) -> None:
     """Say where the API is, and what it waits for: the other stages may start later, and need not be found yet."""
+    started_s = time.monotonic()
+    if view.is_for_machines:
+        await until_ready(config)
+        view.ready(time.monotonic() - started_s, base_url(config))
+        return
     console.print(f"\n[bold]{quoted(config.model_name)}[/]'s gateway at [bold]{base_url(config)}[/]   (Ctrl-C stops)")
     while True:
         try:
@@ -77,9 +90,9 @@ async def _serve_worker(config: RoleDeployment, keys: ClusterKeys | None) -> Non
         if cluster.health_port is not None:
             serving = serving_health(health, host=cluster.health_host, port=cluster.health_port)
             await stack.enter_async_context(serving)
-        await serve_processes(
-            config, stages, stop_signal(), announce=lambda: _announce_worker(config, health), keys=keys
-        )
+        view = _view(config)
+        announce = partial(_announce_worker, config, health, view)
+        await serve_processes(config, stages, stop_signal(), announce=announce, keys=keys, view=view)
 
 
 @asynccontextmanager
@@ -94,13 +107,16 @@ async def _health(config: RoleDeployment, keys: ClusterKeys | None) -> AsyncIter
         yield health
 
 
-async def _announce_worker(config: RoleDeployment, health: StageHealth) -> None:
+async def _announce_worker(config: RoleDeployment, health: StageHealth, view: PlainView) -> None:
     """Raises StageFailed after `start_timeout_s`."""
     started_s, cluster = time.monotonic(), config.cluster
     while (why := health.why_not_ready()) is not None:
         if time.monotonic() - started_s > config.supervisor.start_timeout_s:
             raise StageFailed(f"not ready after {config.supervisor.start_timeout_s:.0f} s: {why}")
         await asyncio.sleep(_POLL_S)
+    if view.is_for_machines:
+        view.ready(time.monotonic() - started_s, cluster.listen)
+        return
     console.print(f"ready after {time.monotonic() - started_s:.1f} s")
     console.print(
         f"\n[bold]{quoted(config.model_name)}[/]'s {config.role} at [bold]{cluster.listen}[/], for others at "

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from cli.cluster import ClusterConfig, cluster_keys
-from cli.logs import log_to_stderr
+from cli.logs import LOG_FORMATS, log_to_stderr
 from cli.orphan import follow_parent
 from encoder import FrontConfig, SglangConfig
 from encoder.cluster import ClusterKeys
@@ -173,12 +173,13 @@ def main() -> None:
     parser.add_argument("--settings", required=True, type=Path)
     parser.add_argument("--parent", required=True, type=int, help="pid of the supervisor")
     parser.add_argument("--drain-s", default=15.0, type=float, help="how long it may serve on when that was killed")
+    parser.add_argument("--log-format", default="text", choices=LOG_FORMATS)
     arguments = parser.parse_args()
     is_head, directory = arguments.stage in HEADS, arguments.settings.parent
     if is_head:
         die_with_parent(arguments.parent)
     follow_parent(arguments.parent, is_head=is_head, directory=directory, drain_s=arguments.drain_s)
-    log_to_stderr(arguments.name)
+    log_to_stderr(arguments.name, arguments.log_format)
     settings = read_settings(arguments.stage, arguments.settings)
     with exporting(arguments.stage, arguments.name):
         run(settings)

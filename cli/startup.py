@@ -20,12 +20,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from cli.logs import LogFormat
 from cli.plan_units import gib
 from cli.supervisor import StageEvent, StageFailed, StageRefused
 from cli.terminal import printable_line, quoted
 
-LogFormat = Literal["text", "json"]
-LOG_FORMATS: Final[tuple[LogFormat, ...]] = ("text", "json")
 _KEPT_LINES: Final = 200
 _SHOWN_LINES: Final = 12
 # "2026-01-01 10:00:00,000 decode-0 INFO epd.engine.worker: the message"

@@ -176,6 +176,7 @@ class Supervisor:
             *("--settings", str(self._settings_path(stage))),
             *("--parent", str(os.getpid())),
             *("--drain-s", str(self._config.drain_s)),
+            *("--log-format", self._config.log_format),
         ]
 
     def _watch_ended(self, watching: asyncio.Task[None]) -> None:
