@@ -32,6 +32,8 @@ _MIN_SECRET_TEXT: Final = 43
 _MIN_DISTINCT: Final = 10
 # A handshake is a matter of milliseconds; whoever says nothing, or nonsense, is cut off after this long.
 _HANDSHAKE_MS: Final = 5000
+# The system's own limit is minutes, in which a host that was gone for a moment would not be seen to be back.
+_CONNECT_MS: Final = 3000
 # A peer that announces a larger frame is disconnected before the memory is taken.
 MAX_FRAME_BYTES: Final = 2**30
 # Refusals are told at once, then at this interval at most.
@@ -100,9 +102,10 @@ def host_of(address: str) -> str:
 
 
 def limit(socket: "zmq.Socket[Any]", *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
-    """Bound what a peer can make this process hold: frames, and connections that say nothing."""
+    """Bound what a peer can make this process hold and wait for: frames, and connections that say nothing."""
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
 
 
 def secure_client(socket: "zmq.Socket[Any]", address: str, keys: ClusterKeys | None) -> None:

@@ -38,6 +38,10 @@ class Machine:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join(lines) + "\n")
 
+    def plug(self, *, in_: bool) -> None:
+        """Connect the cable, or pull it: nothing is closed, nothing is answered any more."""
+        _ip("-n", self.name, "link", "set", "cable", "up" if in_ else "down")
+
     def run_inside(self, function: Callable[[], ResultT]) -> ResultT:
         """Call it on a thread that sees this machine's network; so do the threads it starts."""
 
