@@ -39,7 +39,7 @@ _MAX_TRACESTATE_CHARS: Final = 512
 # What waits to become spans; a worker that ends requests faster than that drops some rather than grow.
 _MAX_WAITING: Final = 10_000
 # A collector that is down may not keep a process from ending for longer.
-_FLUSH_S: Final = 5.0
+_FLUSH_S: Final = 3.0
 _NONE: Final[Attributes] = {}
 
 

@@ -118,4 +118,8 @@ def test_what_was_asked_is_what_is_counted(recorded: Recorded) -> None:
         assert total(f"mimo_{stage}_queue_seconds_count") == NUM_GENERATED
     assert total("mimo_prefill_prompt_seconds_count") == NUM_GENERATED
     assert total("mimo_decode_transfer_seconds_count") == NUM_GENERATED
+    assert total("mimo_decode_answer_seconds_count") == NUM_GENERATED
+    # What a stage does not do it does not measure.
+    for elsewhere in ("prefill_answer_seconds", "prefill_transfer_seconds", "decode_prompt_seconds"):
+        assert total(f"mimo_{elsewhere}_count") == 0
     assert total("mimo_prefill_expert_imbalance_ratio", "mean") >= 1
