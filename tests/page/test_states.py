@@ -299,7 +299,7 @@ async def test_events_are_read_wherever_they_are_cut(browser: Browser) -> None:
             """async () => {
               const { EventParser } = await import("/page/sse.js");
               const text = 'data: {"a": "h\\u00e4\\u{1F600}"}\\r\\n\\r\\n: note\\nevent: x\\ndata:one\\ndata: two\\n\\n'
-                + 'id: 1\\n\\ndata: [DONE]\\r\\rdata: cut';
+                + 'id: 1\\n\\ndata: x\\r\\ndata: y\\r\\n\\r\\ndata: [DONE]\\r\\rdata: cut';
               const bytes = new TextEncoder().encode(text);
               const read = (cuts) => {
                 const parser = new EventParser();
@@ -315,4 +315,4 @@ async def test_events_are_read_wherever_they_are_cut(browser: Browser) -> None:
               return [...new Set(ways.map((cuts) => JSON.stringify(read(cuts))))].map((events) => JSON.parse(events));
             }"""
         )
-        assert found == [['{"a": "hä😀"}', "one\ntwo", "[DONE]"]]
+        assert found == [['{"a": "hä😀"}', "one\ntwo", "x\ny", "[DONE]"]]
