@@ -100,8 +100,12 @@ TAG_FREE = _tag_free()
 """A pattern of JSON schema."""
 
 _LABEL = "[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?"
+_YEAR = r"[12]\d{3}"
+_LEAP = r"([12]\d(0[48]|[2468][048]|[13579][26])|(1[26]|2[048])00)"
+_LONG = r"(0[13578]|1[02])-(0[1-9]|[12]\d|3[01])"
+_SHORT = r"(0[469]|11)-(0[1-9]|[12]\d|30)"
 FORMATS = {
-    "date": r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|1\d|2[0-8])",
+    "date": f"{_YEAR}-(({_LONG})|({_SHORT})|02-(0[1-9]|1\\d|2[0-8]))|{_LEAP}-02-29",
     "time": r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)",
     "uuid": r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
     "ipv4": r"((25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)\.){3}(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)",
@@ -110,5 +114,5 @@ FORMATS = {
     "uri": r"[a-z][a-z0-9+.-]{1,15}:(//)?[A-Za-z0-9_.~!$&'()*+,;=:@/?#%\[\]-]{1,2000}",
     "duration": r"P(\d{1,9}W|(\d{1,9}Y)?(\d{1,9}M)?\d{1,9}D(T\d{1,9}H(\d{1,9}M)?(\d{1,9}S)?)?|T\d{1,9}[HMS])",
 }
-"""Formats of raw strings: whole texts, a part of what each format allows."""
-FORMATS["date-time"] = f"{FORMATS['date']}T{FORMATS['time']}"
+"""Whole texts, a part of what each format allows: none is so long that a model could lose itself in it."""
+FORMATS["date-time"] = f"({FORMATS['date']})T{FORMATS['time']}"

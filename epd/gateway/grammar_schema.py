@@ -1,16 +1,16 @@
 """A client's JSON schema to one that can be enforced token by token, or the reason why not.
 
 What is written is never more than the schema allows, and sometimes less: keys that it does not name are left out where
-it names others, integers have at most 18 digits. Inside a tool call (`in_tags`) no string or key spells a tag of the
-call format, which reads raw text, and numbers are no larger than a reader of them can hold.
+it names others, integers have at most 18 digits, and texts of a format the length that people give them. Inside a tool
+call (`in_tags`) no string or key spells a tag of the call format, which reads raw text, and numbers are no larger than a
+reader of them can hold.
 """
 
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from epd.gateway.grammar_regex import TAG_FREE, has_tag
-from epd.gateway.shape import Conflict
+from epd.gateway.grammar_regex import FORMATS, TAG_FREE, has_tag
 
 SPACE_PATTERN = r" |\n {0,20}"
 """White space between the parts of a JSON answer: a blank, or a new line and what it is indented by. No more, so that a
@@ -65,12 +65,6 @@ class Unenforceable(Exception):
         self.path = path
 
 
-def within(param: str, error: Unenforceable) -> Conflict:
-    """The refusal that names the field of the body."""
-    where = f"{param}{error.path}"
-    return Conflict(where, f"{where}: {error}")
-
-
 def enforceable(schema: object, *, in_tags: bool = False, lenient: bool = False) -> dict[str, Any]:
     """A schema for llguidance, its options included. Raises Unenforceable. With `lenient` what llguidance does not know
     is left out of account."""
@@ -105,6 +99,8 @@ class _Walker:
         if result.get("uniqueItems") is False:
             del result["uniqueItems"]
         self._narrow_integer(result)
+        if result.get("format") in FORMATS and result.get("type", "string") in ("string", ["string", "null"]):
+            _add_pattern(result, f"^({FORMATS[result.pop('format')]})$")
         if self._in_tags:
             return self._guarded(result, path)
         if self._may_close and "properties" in result and "additionalProperties" not in result:
@@ -153,8 +149,7 @@ class _Walker:
         if kinds is None:
             return schema
         if "string" in kinds:
-            pattern = {"pattern": TAG_FREE}
-            schema |= pattern if "pattern" not in schema else {"allOf": [*schema.get("allOf", []), pattern]}
+            _add_pattern(schema, TAG_FREE)
         if "number" in kinds:
             _bound(schema, _MAX_NUMBER)
         if "array" in kinds and "items" not in schema:
@@ -210,6 +205,11 @@ def _anything() -> dict[str, Any]:
             {"type": "object", "patternProperties": {TAG_FREE: again}, "additionalProperties": False},
         ]
     }
+
+
+def _add_pattern(schema: dict[str, Any], pattern: str) -> None:
+    more = {"pattern": pattern}
+    schema |= more if "pattern" not in schema else {"allOf": [*schema.get("allOf", []), more]}
 
 
 def _bound(schema: dict[str, Any], largest: int | float) -> None:
