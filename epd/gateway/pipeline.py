@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from aiohttp import web
-from pydantic import BaseModel
 
 from encoder.types import EncoderInfo
 from epd.config import GatewayConfig
 from epd.errors import InvalidRequest
 from epd.gateway.admission import Admission
+from epd.gateway.answer_shapes import AnswerShape, NonNegative, ReceiptAnswer, Seconds
 from epd.gateway.media import Encoder
 from epd.gateway.metrics import STAGE_OF_ROLE
 from epd.gateway.operations import Answer, Operation, Parameter
@@ -53,64 +53,70 @@ _WORKER_COUNTERS = (
 )
 
 
-class PoolView(BaseModel):
+class PoolView(AnswerShape):
     """Memory of one process or host: `free`, `cached` (kept for later requests, given up when room is short) and
     `leased` (in use) add up to `total`."""
 
     pool: Literal["full", "window", "embeddings"]
     unit: Literal["pages", "bytes"]
-    total: int
-    free: int
-    cached: int
-    leased: int
+    total: NonNegative
+    free: NonNegative
+    cached: NonNegative
+    leased: NonNegative
 
 
-class TierTokens(BaseModel):
+class TierTokens(AnswerShape):
     """Prompt tokens since the process started, by where their KV was: on the device, in the host's memory, in the
     store; those run again to restore windows; and those computed."""
 
-    l1: int
-    l2: int
-    l3: int
-    healed: int
-    computed: int
+    l1: NonNegative
+    l2: NonNegative
+    l3: NonNegative
+    healed: NonNegative
+    computed: NonNegative
 
 
-class ProcessView(BaseModel):
+class ProcessView(AnswerShape):
     """`reason` says why a process is not ready. A request counts as `waiting` or as `running`; encoders count media,
     and those that wait among the running ones."""
 
     name: str
     ready: bool
     reason: str | None
-    waiting: int
-    running: int
+    waiting: NonNegative
+    running: NonNegative
     pools: list[PoolView]
     tokens: TierTokens | None
     modalities: list[str]
     counters: dict[str, float]
 
 
-class StageView(BaseModel):
+class StageView(AnswerShape):
     """`worker` is a stage that does both prefill and decode."""
 
     stage: Literal["gateway", "encode", "prefill", "decode", "worker"]
     processes: list[ProcessView]
 
 
-class PipelineView(BaseModel):
+class RecentReceipt(ReceiptAnswer):
+    """A request that has ended; `sequence` counts those of this gateway from 1."""
+
+    sequence: NonNegative
+
+
+class PipelineView(AnswerShape):
     """`sequence` counts the requests that have ended; ask with `after` to get only those that ended since.
     `requests` are receipts, oldest first, each with its own `sequence`."""
 
     object: Literal["pipeline"]
     model: str
     status: Literal["ready", "waiting", "draining"]
-    now_unix_s: float
-    uptime_s: float
-    max_inflight: int
-    sequence: int
+    now_unix_s: Seconds
+    uptime_s: Seconds
+    max_inflight: NonNegative
+    sequence: NonNegative
     stages: list[StageView]
-    requests: list[dict[str, Any]]
+    requests: list[RecentReceipt]
 
 
 class Pipeline:
