@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import socket
 from pathlib import Path
 from urllib.parse import quote
 
@@ -154,3 +155,39 @@ def test_refusals(root: Path) -> None:
     os.mkfifo(root / "pipe")
     with pytest.raises(MediaForbidden, match="regular"):
         read_file_url(f"file://{root}/pipe", limits(root))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "file:///proc/self/environ",
+        "file:///proc/self/fd/0",
+        "file:///dev/zero",
+        "file:///dev/stdin",
+        "file:////etc/passwd",
+        "file://localhost//etc/passwd",
+        "file:///..//..//etc/passwd",
+        "file:ROOT/..%2f..%2f..%2f..%2f..%2f..%2f..%2f..%2fetc/passwd",
+        "file:ROOT/zero",
+        "file:ROOT/environ",
+        "file://%2fetc/passwd",
+        "file://etc/passwd",
+        "file:etc/passwd",
+        "file:../../etc/passwd",
+    ],
+)
+def test_ways_that_others_found(root: Path, url: str) -> None:
+    (root / "zero").symlink_to("/dev/zero")
+    (root / "environ").symlink_to("/proc/self/environ")
+    with pytest.raises((MediaForbidden, MediaInvalid)) as refused:
+        read_file_url(url.replace("ROOT", str(root)), limits(root))
+    assert "passwd" not in refused.value.message.replace(url, "")
+
+
+def test_what_is_no_file_is_never_waited_for(root: Path) -> None:
+    (root / "loop").symlink_to(root / "loop")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(root / "socket"))
+        for name in ("loop", "socket", "loop/a", "a.png/b", "%252e%252e/secret", "..\\secret"):
+            with pytest.raises((MediaForbidden, MediaUnreachable)):
+                read_file_url(f"file://{root}/{name}", limits(root))
