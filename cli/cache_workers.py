@@ -70,6 +70,8 @@ def deployment_tiers(url: str) -> list[WorkerTiers]:
         with urllib.request.urlopen(place, timeout=_TIMEOUT_S) as reply:
             text = reply.read(_MAX_BYTES).decode("utf-8")
     except urllib.error.HTTPError as error:
+        # It is the answer, too, with its connection.
+        error.close()
         raise DeploymentSilent(f"{place} answers with {error.code} {error.reason}") from error
     except urllib.error.URLError as error:
         raise DeploymentSilent(f"{place} does not answer: {error.reason}") from error
