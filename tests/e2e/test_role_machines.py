@@ -25,7 +25,7 @@ def body_of(file: str) -> dict[str, object]:
 
 def test_stages_on_two_machines_and_one_that_moves(tmp_path: Path) -> None:
     """Gateway and prefill here, encoder and decode there; rows and KV cross the cable, encrypted. Nobody is found when
-    the gateway starts; decode moves to another address under load; the cable is pulled for a while. No request fails."""
+    the gateway starts; decode moves to another address under load; the cable is pulled for a while. None fails."""
     if (why := why_impossible()) is not None:
         pytest.skip(why)
     with two_machines() as (here, there):
