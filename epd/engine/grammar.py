@@ -16,9 +16,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
+from torch.nn.functional import pad
 
 from epd.engine.penalties import biased, penalised, without
 from epd.token_table import TokenTable, compile_grammar
@@ -211,14 +213,19 @@ def _mask(matcher: LLMatcher, logits_V: Tensor) -> Tensor:
     packed = matcher.compute_bitmask()
     if matcher.is_error():
         raise GrammarFailed(_why(matcher))
-    bytes_B = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(logits_V.device)
-    bits_V = (bytes_B[:, None] >> torch.arange(8, dtype=torch.uint8, device=logits_V.device)) & 1
-    mask_V = torch.zeros(len(logits_V), dtype=torch.bool, device=logits_V.device)
-    known = bits_V.flatten()[: len(logits_V)]
-    mask_V[: len(known)] = known.bool()
     if not any(packed):
         raise GrammarFailed("no token can go on with the answer")
-    return mask_V
+    # Packed to the device, where it is an eighth of the size; there is no kernel for bits, on the CPU there is.
+    packed_B = np.frombuffer(packed, dtype=np.uint8)
+    if logits_V.device.type == "cpu":
+        known_V = torch.from_numpy(np.unpackbits(packed_B, bitorder="little").view(np.bool_))
+    else:
+        bytes_B = torch.from_numpy(packed_B.copy()).to(logits_V.device)
+        bits = torch.arange(8, dtype=torch.uint8, device=logits_V.device)
+        known_V = ((bytes_B[:, None] >> bits) & 1).flatten().bool()
+    num_ids = len(logits_V)
+    # Of a vocabulary padded beyond the tokenizer: the rest is no tokens.
+    return known_V[:num_ids] if len(known_V) >= num_ids else pad(known_V, (0, num_ids - len(known_V)))
 
 
 def _why(matcher: LLMatcher) -> str:

@@ -2,8 +2,8 @@
 
 What is written is never more than the schema allows, and sometimes less: keys that it does not name are left out where
 it names others, integers have at most 18 digits, and texts of a format the length that people give them. Inside a tool
-call (`in_tags`) no string or key spells a tag of the call format, which reads raw text, and numbers are no larger than a
-reader of them can hold.
+call (`in_tags`) no string or key spells a tag of the call format, which reads raw text, and numbers are no larger than
+a reader of them can hold.
 """
 
 import json

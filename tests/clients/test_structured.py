@@ -176,38 +176,38 @@ TOOLS: list[Any] = [
 ]
 
 
-def ask(served: Service, **fields: Any) -> Answer:
-    return served.ask(PICTURE[0]["content"], max_tokens=700, **fields)
+def ask(served: Service, *, max_tokens: int = 700, **fields: Any) -> Answer:
+    return served.ask(PICTURE[0]["content"], max_tokens=max_tokens, **fields)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_answers_fit(served: Service, name: str) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMAS[name], "strict": True}}
-    for manner in ({"temperature": 0}, {"temperature": 1, "seed": 3}):
-        answer = ask(served, response_format=wanted, **manner)
-        [choice] = answer.body["choices"]
-        assert choice["finish_reason"] == "stop", choice
-        jsonschema.Draft202012Validator(SCHEMAS[name]).validate(json.loads(choice["message"]["content"]))
+    manner: dict[str, Any] = {"temperature": 1, "seed": 3} if len(name) % 2 else {"temperature": 0}
+    answer = ask(served, response_format=wanted, **manner)
+    [choice] = answer.body["choices"]
+    assert choice["finish_reason"] == "stop", choice
+    jsonschema.Draft202012Validator(SCHEMAS[name]).validate(json.loads(choice["message"]["content"]))
 
 
 def test_together(served: Service) -> None:
     """Different grammars in one batch, and answers without."""
 
     def one(number: int) -> None:
-        schema = list(SCHEMAS.values())[number % len(SCHEMAS)]
+        schema = list(SCHEMAS.values())[number]
         wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-        fields: dict[str, Any] = {"temperature": 1, "seed": number}
-        answer = ask(served, **fields, **({"response_format": wanted} if number % 4 else {}))
+        fields: dict[str, Any] = {"response_format": wanted} if number % 4 else {}
+        answer = ask(served, max_tokens=150, temperature=1, seed=number, **fields)
         assert answer.status == 200, answer
         [choice] = answer.body["choices"]
-        if number % 4 and choice["finish_reason"] == "stop":
+        if fields and choice["finish_reason"] == "stop":
             jsonschema.Draft202012Validator(schema).validate(json.loads(choice["message"]["content"]))
 
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(one, range(16)))
+        list(pool.map(one, range(8)))
 
 
-@pytest.mark.parametrize("number", range(len(TOOLS)))
+@pytest.mark.parametrize("number", [1, 4])
 def test_named_calls_fit(served: Service, number: int) -> None:
     function = TOOLS[number]["function"]
     named = {"type": "function", "function": {"name": function["name"]}}
@@ -221,7 +221,7 @@ def test_named_calls_fit(served: Service, number: int) -> None:
 
 def test_reasoning_and_then_json(served: Service) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMAS["sentiment"]}}
-    answer = ask(served, response_format=wanted, reasoning_effort="high", temperature=0)
+    answer = ask(served, response_format=wanted, reasoning_effort="high", temperature=0, max_tokens=200)
     [choice] = answer.body["choices"]
     if choice["finish_reason"] == "stop":
         jsonschema.Draft202012Validator(SCHEMAS["sentiment"]).validate(json.loads(choice["message"]["content"]))
@@ -231,11 +231,9 @@ def test_reasoning_and_then_json(served: Service) -> None:
 
 def test_biases_and_penalties(served: Service) -> None:
     """Each moves the answer; a bias of a hundred decides it."""
-    plain = ask(served, temperature=0).body["choices"][0]["message"]["content"]
     ids = served.post("/tokenize", {"model": "mimo-nano", "prompt": "red", "add_special_tokens": False}).body["tokens"]
     biased = served.ask("Say a colour.", max_tokens=4, temperature=0, logit_bias={str(ids[0]): 100})
     assert biased.body["choices"][0]["message"]["content"]
-    assert plain
     first = dict.fromkeys(("frequency_penalty", "presence_penalty"), 2.0)
     other = served.ask("Say red red red red red red.", max_tokens=20, temperature=0, ignore_eos=True, **first)
     same = served.ask("Say red red red red red red.", max_tokens=20, temperature=0, ignore_eos=True)
