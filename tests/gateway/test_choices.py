@@ -144,6 +144,30 @@ async def test_a_worker_that_dies_costs_no_choice(mode: str, after: int) -> None
         assert sorted(stack.encoder.released) == sorted(set(stack.encoder.released)), "released twice"
 
 
+async def test_rows_are_there_for_every_attempt_of_every_choice() -> None:
+    """All three lose their worker; each asks for the media anew, and takes none from those that have not read yet."""
+    held: list[bool] = []
+
+    def answer(request: GenerateRequest) -> list[int]:
+        held.append({ref.lease_id for ref in request.embeddings} <= stack.encoder.leases)
+        return by_seed(request)
+
+    async with running_gateway(answer, restart_wait_s=5.0) as stack:
+        stack.worker.stall_after = 1
+        request = asyncio.create_task(stack.ask(MEDIA, n=3, seed=5))
+        await until(lambda: stack.worker.num_running == 3)
+        await until(lambda: not stack.encoder.leases)
+        stack.worker.die()
+        stack.worker.stall_after = None
+        # They wait for their first token together.
+        stack.worker.step_s = 0.05
+        stack.worker.start()
+        status, body, _ = await request
+        assert (status, texts(body)) == (200, ["seed 5.", "seed 6.", "seed 7."])
+        assert held == [True] * 6
+        assert not stack.encoder.leases
+
+
 async def test_logprobs_and_stops_of_each_choice() -> None:
     async with running_gateway(by_seed) as stack:
         _, body, _ = await stack.ask(n=2, seed=7, stop=[" 8"], logprobs=True, top_logprobs=1)

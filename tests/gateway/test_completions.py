@@ -132,6 +132,8 @@ async def test_logprobs_end_with_the_token_that_completes_a_stop() -> None:
         assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("alpha beta ", "stop", "gam")
         num_read = next(i for i in range(len(TOKENS)) if b"gam" in VOCABULARY.spell(TOKENS[: i + 1])) + 1
         assert choice["logprobs"]["tokens"] == [f"token_id:{token_id}" for token_id in TOKENS[:num_read]]
+        # The drawn token is told even where no others are asked for.
+        assert choice["logprobs"]["top_logprobs"] == [{f"token_id:{token_id}": -0.5} for token_id in TOKENS[:num_read]]
         assert body["usage"]["completion_tokens"] == num_read
         assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 1, "known though the worker never ended it"
         await until(lambda: not stack.worker.num_running)
