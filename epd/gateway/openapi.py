@@ -37,6 +37,20 @@ _RETRY_AFTER = {
     "required": True,
     "schema": {"type": "string", "pattern": "^[1-9][0-9]*$"},
 }
+_RATE_HEADERS: Mapping[str, Any] = {
+    "X-RateLimit-Limit-Requests": {
+        "description": "Requests that this client may make in a minute",
+        "schema": {"type": "string", "pattern": "^[0-9]+$"},
+    },
+    "X-RateLimit-Remaining-Requests": {
+        "description": "Requests that it may make now",
+        "schema": {"type": "string", "pattern": "^[0-9]+$"},
+    },
+    "X-RateLimit-Reset-Requests": {
+        "description": "When it may make as many as ever",
+        "schema": {"type": "string", "pattern": "^[0-9.]+s$"},
+    },
+}
 _HEADERS: Mapping[str, Any] = {
     "X-Request-Id": {
         "description": "The id of this request, as the server's log has it: the client's own, or a new one",
@@ -98,9 +112,9 @@ def document(operations: Sequence[Operation], config: GatewayConfig) -> dict[str
     components: dict[str, Any] = {
         "schemas": _schemas(operations, config),
         "responses": {f"Error{status}": _error(status) for status in ERRORS},
-        "headers": dict(_HEADERS),
+        "headers": {**_HEADERS, **(_RATE_HEADERS if config.requests_per_minute else {})},
     }
-    if config.api_keys:
+    if _asks_for_keys(config):
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",
@@ -119,8 +133,11 @@ def document(operations: Sequence[Operation], config: GatewayConfig) -> dict[str
 
 def _operation(operation: Operation, config: GatewayConfig) -> dict[str, Any]:
     answers = {str(status): _answer(answer, status) for status, answer in operation.responses.items()}
+    if config.requests_per_minute and operation.method != "GET":
+        for answer in answers.values():
+            answer["headers"] |= {name: _header(name) for name in _RATE_HEADERS}
     for status in operation.error_statuses:
-        if status != 401 or config.api_keys:
+        if status != 401 or _asks_for_keys(config):
             own = operation.error_shape
             answers[str(status)] = (
                 {"$ref": f"#/components/responses/Error{status}"} if own is None else _error(status, own)
@@ -142,9 +159,13 @@ def _operation(operation: Operation, config: GatewayConfig) -> dict[str, Any]:
                 name: {"value": {"model": config.model_name, **example}} for name, example in operation.examples.items()
             }
         written["requestBody"] = {"required": True, "content": content}
-    if config.api_keys and not operation.is_open:
+    if _asks_for_keys(config) and not operation.is_open:
         written["security"] = [{"key": []}]
     return written
+
+
+def _asks_for_keys(config: GatewayConfig) -> bool:
+    return bool(config.api_keys) or config.api_keys_file is not None
 
 
 def _parameters(operation: Operation, config: GatewayConfig) -> list[dict[str, Any]]:
@@ -225,7 +246,11 @@ def _headers(status: int) -> dict[str, Any]:
         names.append("Retry-After")
     if status == 405:
         names.append("Allow")
-    return {name: {"$ref": f"#/components/headers/{name}"} for name in names}
+    return {name: _header(name) for name in names}
+
+
+def _header(name: str) -> dict[str, str]:
+    return {"$ref": f"#/components/headers/{name}"}
 
 
 def _reference(shape: type[BaseModel]) -> dict[str, str]:

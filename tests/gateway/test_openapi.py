@@ -1,6 +1,8 @@
 """The document says what the server does: every route of it, every shape, its own model and limits."""
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from epd.gateway.openapi import document
 from epd.gateway.operations import ERRORS, Answer, FormBody, Operation, Parameter
 from epd.gateway_config import GatewayConfig
 from tests.fakes.document import AnswerJudge
-from tests.fakes.gateway import MODEL, MODEL_DIR, running_gateway, says
+from tests.fakes.gateway import MODEL, MODEL_DIR, chat_body, running_gateway, says
 
 CONFIG = GatewayConfig(model_dir=MODEL_DIR, model_name=MODEL)
 
@@ -187,3 +189,22 @@ async def test_values_that_python_calls_equal_are_no_values_of_a_schema() -> Non
                 assert (await stack.ask(**{name: value}))[0] == 200
                 tried += 1
         assert tried >= 5
+
+
+async def test_limits_of_rates_and_files_of_keys_are_told(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("sesame\n")
+    keys.chmod(0o600)
+    async with running_gateway(says("ok"), requests_per_minute=60, api_keys_file=keys) as stack:
+        async with stack.session.get("/openapi.json") as response:
+            whole = await response.json()
+        operation = whole["paths"]["/v1/chat/completions"]["post"]
+        assert operation["security"] == [{"key": []}]
+        assert {"401", "429"} <= operation["responses"].keys()
+        status, _, headers = await stack.post(chat_body(), headers={"Authorization": "Bearer sesame"})
+        assert status == 200
+        for name in operation["responses"]["200"]["headers"]:
+            assert name in headers
+            rule = whole["components"]["headers"][name]["schema"]["pattern"]
+            assert re.search(rule, headers[name])
+        assert "X-RateLimit-Limit-Requests" in operation["responses"]["200"]["headers"]
