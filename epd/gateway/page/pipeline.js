@@ -117,6 +117,7 @@ export class PipelineView {
     const fresh = view.requests.length > 0;
     this.#receipts = [...this.#receipts, ...view.requests].slice(-MAX_KEPT);
     byId("stages").classList.remove("stale");
+    byId("pipeline").classList.add("known");
     const words = { ready: "live", waiting: "starting", draining: "stopping" }[view.status];
     this.#pulse(view.status === "ready" ? "live" : "starting", words);
     byId("pulse").title = `The gateway has run for ${longer(view.uptime_s)}`;
