@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -168,8 +169,16 @@ def test_what_arrives_at_the_same_time_counts_together(tmp_path: Path) -> None:
         assert store.usage() == (2, 2000)
 
 
-def test_stores_that_share_a_root_keep_the_limits_together(tmp_path: Path) -> None:
-    """Every pair of them believes at first that there is room for its file; one after another finds out."""
+def test_stores_that_share_a_root_keep_the_limits_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each upload believes at first that there is room for it; one after another finds out."""
+    check_room = FileStore._check_room
+
+    def check_and_dawdle(store: FileStore, owner: str, size_bytes: int) -> int:
+        kept_bytes = check_room(store, owner, size_bytes)
+        time.sleep(0.02)
+        return kept_bytes
+
+    monkeypatch.setattr(FileStore, "_check_room", check_and_dawdle)
     with opened(tmp_path) as one, opened(tmp_path) as two:
         uploads = [store.begin(OWNER) for store in (one, two) * 3]
         for upload in uploads:
