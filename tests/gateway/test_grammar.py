@@ -17,6 +17,7 @@ from epd.gateway.toolcalls import ToolCall
 from epd.gateway.vocabulary import Vocabulary
 from epd.gateway.wishes import grammar_of_chat
 from epd.token_table import compile_grammar, load_token_table
+from tests.fakes.gateway import MODEL, chat_body, running_gateway
 from tests.fakes.tiny_tokenizer import END, write_tokenizer
 from tests.oracles.grammar_writer import ENDS, MAKER, MODEL_DIR, VOCABULARY, allowed, write, written
 
@@ -394,3 +395,49 @@ def test_a_model_that_nothing_ends_has_no_grammars() -> None:
 
 def test_what_is_written_is_what_was_wished() -> None:
     assert written(Wish(Form("choice", ("only",), "f")), random.Random(0)) == "only"
+
+
+# -- on the way to a worker --------------------------------------------------------------------------------------------
+
+
+async def test_workers_get_what_was_asked_for() -> None:
+    async with running_gateway() as stack:
+        fields = {
+            "response_format": json_schema(WEATHER),
+            "ignore_eos": True,
+            "logit_bias": {"5": 1.5, "7": -100, "9": 0},
+            "frequency_penalty": 0.5,
+            "presence_penalty": -1,
+            "repetition_penalty": 1.25,
+            "min_p": 0.125,
+        }
+        status, _, _ = await stack.post(chat_body(**fields))
+        assert status == 200
+        [request] = stack.worker.submitted
+        sampling = request.sampling
+        assert sampling.grammar == grammar_of(response_format=json_schema(WEATHER))
+        # It ends where the grammar does.
+        assert set(sampling.stop_token_ids) >= {VOCABULARY.special_ids["<|im_end|>"]}
+        assert sampling.logit_bias == ((5, 1.5), (7, -100.0))
+        assert (sampling.frequency_penalty, sampling.presence_penalty) == (0.5, -1.0)
+        assert (sampling.repetition_penalty, sampling.min_p) == (1.25, 0.125)
+
+
+async def test_plain_requests_ask_for_nothing() -> None:
+    async with running_gateway() as stack:
+        await stack.post(chat_body())
+        [request] = stack.worker.submitted
+        assert not request.sampling.changes_odds
+
+
+async def test_completions_take_forms_too() -> None:
+    async with running_gateway() as stack:
+        body = {"model": MODEL, "prompt": "x", "structured_outputs": {"choice": ["a", "b"]}}
+        async with stack.session.post(f"{stack.url}/v1/completions", json=body) as answer:
+            assert answer.status == 200
+        [request] = stack.worker.submitted
+        assert request.sampling.grammar is not None
+        body["structured_outputs"] = {"regex": "("}
+        async with stack.session.post(f"{stack.url}/v1/completions", json=body) as answer:
+            assert answer.status == 400
+            assert (await answer.json())["error"]["param"] == "structured_outputs.regex"
