@@ -29,7 +29,7 @@ async def test_one_request_one_tree(spans: Spans) -> None:
     async with running_gateway() as stack:
         status, body, headers = await stack.ask(PICTURE, max_tokens=20, temperature=0.5, seed=7)
     assert status == 200
-    root = await asyncio.to_thread(spans.tree, lambda root: bool(root.find("mimo.media.fetch")))
+    root = await asyncio.to_thread(spans.tree, lambda root: bool(root.find("mimo.gateway.render")))
     assert root.parent_id is None
     assert {"mimo.gateway.render", "mimo.media.fetch", "mimo.generate"} <= {child.name for child in root.children}
     for node in root.walk():

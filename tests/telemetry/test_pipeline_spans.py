@@ -75,7 +75,7 @@ def picture(name: str = "picture.png") -> list[dict[str, Any]]:
 
 def is_decoded(root: Node) -> bool:
     """Its spans are made on another thread, after the answer."""
-    return bool(root.find("mimo.decode")) and bool(root.find("mimo.media.fetch"))
+    return bool(root.find("mimo.decode")) and bool(root.find("mimo.gateway.render"))
 
 
 STEPS = ["mimo.gateway.assemble", "mimo.gateway.encoder", "mimo.gateway.parse", "mimo.gateway.read"]
