@@ -72,6 +72,10 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """What the content is, found from its bytes; None for what is no medium."""
 
 
+class FilesUnusable(Exception):
+    """The directory for files cannot be used; the message says which it is, why, and what to do."""
+
+
 class FileStore:
     """One gateway's access to a root. `open` it before use, `close` it at the end."""
 
@@ -86,11 +90,17 @@ class FileStore:
         self._guard = threading.Lock()
 
     def open(self) -> None:
-        """Make the root, and remove what is torn or expired. Raises OSError for a root that cannot be used."""
-        for directory in (self._root, self._kept, self._root / "arriving"):
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._workspace = Workspace.make(self._root / "arriving")
-        self.sweep(is_start=True)
+        """Make the root, and remove what is torn or expired. Raises FilesUnusable."""
+        try:
+            for directory in (self._root, self._kept, self._root / "arriving"):
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._workspace = Workspace.make(self._root / "arriving")
+            self.sweep(is_start=True)
+        except OSError as error:
+            raise FilesUnusable(
+                f"gateway.files_dir is {self._root}, which cannot be used: {error.strerror}; name another directory, "
+                "or set gateway.files_bytes to 0 for no files"
+            ) from error
 
     def close(self) -> None:
         if self._workspace is not None:

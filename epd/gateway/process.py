@@ -13,6 +13,7 @@ from encoder.client import EncoderClient
 from encoder.cluster import ClusterKeys
 from epd.config import GatewayConfig
 from epd.gateway.app import create_app, start_gateway
+from epd.gateway.files import FilesUnusable
 from epd.gateway.keys import ApiKeys, KeysUnusable
 from epd.gateway.render import Renderer
 from epd.gateway.tls import Tls, TlsUnusable
@@ -34,8 +35,8 @@ def fetch_limits(config: GatewayConfig) -> FetchLimits:
 
 
 async def serve_gateway(config: GatewayConfig, stop: asyncio.Event, *, keys: ClusterKeys | None = None) -> None:
-    """Serve until `stop` is set. Raises CheckpointError for a model directory, KeysUnusable and TlsUnusable for what
-    belongs to it, and OSError for a port that cannot be used."""
+    """Serve until `stop` is set. Raises CheckpointError for a model directory, KeysUnusable, TlsUnusable and
+    FilesUnusable for what belongs to it, and OSError for a port that cannot be used."""
     tls = read_tls(config)
     renderer = Renderer.load(config.model_dir)
     encoders = [address for address in config.encoders if not is_name(address)]
@@ -105,7 +106,7 @@ def run_gateway(config: GatewayConfig, *, keys: ClusterKeys | None = None) -> No
         loop.add_signal_handler(signal.SIGTERM, stop.set)
         try:
             await serve_gateway(config, stop, keys=keys)
-        except (CheckpointError, KeysUnusable, TlsUnusable) as error:
+        except (CheckpointError, FilesUnusable, KeysUnusable, TlsUnusable) as error:
             logger.error("gateway cannot start: %s", " ".join(str(error).split()))
             sys.exit(_EXIT_REFUSED)
 

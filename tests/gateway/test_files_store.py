@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from epd.errors import FilesFull, FileTooLarge, UnknownFile
-from epd.gateway.files import FileLimits, FileStore, StoredFile
+from epd.gateway.files import FileLimits, FileStore, FilesUnusable, StoredFile
 
 LIMITS = FileLimits(file_max_bytes=1000, total_bytes=3000, max_count=5, ttl_s=100.0)
 OWNER, OTHER = "a" * 32, "b" * 32
@@ -301,3 +301,9 @@ def test_links_and_strangers_in_the_root_are_left_alone(tmp_path: Path) -> None:
         with pytest.raises((UnknownFile, OSError)):
             store.open_content(OWNER, file.id)
     assert (outside / "precious").read_text() == "keep me"
+
+
+def test_a_root_that_cannot_be_used_says_so(tmp_path: Path) -> None:
+    (tmp_path / "files").write_text("in the way")
+    with pytest.raises(FilesUnusable, match=r"files_dir is .*files, which cannot be used: .*; name another"):
+        FileStore(tmp_path / "files", LIMITS, unix_clock=time.time).open()
