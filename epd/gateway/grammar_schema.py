@@ -7,7 +7,7 @@ a reader of them can hold.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from epd.gateway.grammar_regex import FORMATS, TAG_FREE, has_tag
@@ -72,6 +72,7 @@ def enforceable(schema: object, *, in_tags: bool = False, lenient: bool = False)
         schema = {}
     if not isinstance(schema, Mapping):
         raise Unenforceable("", f"it is {json.dumps(schema)}; allowed: a JSON schema that something fits")
+    check_shapes(schema)
     _check_references(schema)
     walker = _Walker(may_close=_may_close(schema), in_tags=in_tags)
     result = walker.schema(schema, "")
@@ -81,6 +82,62 @@ def enforceable(schema: object, *, in_tags: bool = False, lenient: bool = False)
     if not in_tags:
         options = {"whitespace_pattern": SPACE_PATTERN}
     return {**result, "x-guidance": {**options, "lenient": lenient}}
+
+
+def check_shapes(schema: object) -> None:
+    """Raises Unenforceable where a keyword has a value that no JSON schema gives it, anywhere inside."""
+    waiting = [("", schema)]
+    while waiting:
+        path, part = waiting.pop()
+        if isinstance(part, bool):
+            continue
+        if not isinstance(part, Mapping):
+            raise Unenforceable(path, f"it is {json.dumps(part)[:80]}; allowed: a JSON schema")
+        for word, value in part.items():
+            here = f"{path}.{word}"
+            fits, allowed = _SHAPES.get(word, _ANY_SHAPE)
+            if not fits(value):
+                raise Unenforceable(here, f"it is {json.dumps(value)[:80]}; allowed: {allowed}")
+            if word in _MAPS:
+                waiting += [(f"{here}.{key}", item) for key, item in value.items()]
+            elif word in _LISTS:
+                waiting += [(f"{here}[{i}]", item) for i, item in enumerate(value)]
+            elif word in _SINGLES:
+                waiting.append((here, value))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def _are_strings(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+_Shape = tuple[Callable[[Any], bool], str]
+_ANY_SHAPE: _Shape = (lambda value: True, "anything")
+_SHAPES: Mapping[str, _Shape] = {
+    "type": (
+        lambda value: isinstance(value, str) or (_are_strings(value) and bool(value)),
+        "a type, or an array of them",
+    ),
+    "enum": (lambda value: isinstance(value, list), "an array"),
+    "required": (_are_strings, "an array of strings"),
+    **dict.fromkeys(_MAPS, (lambda value: isinstance(value, Mapping), "an object")),
+    **dict.fromkeys(_LISTS, (lambda value: isinstance(value, list), "an array")),
+    **dict.fromkeys(("pattern", "format", "$ref"), (lambda value: isinstance(value, str), "a string")),
+    **dict.fromkeys(("nullable", "uniqueItems"), (lambda value: isinstance(value, bool), "true or false")),
+    **dict.fromkeys(
+        ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), (_is_number, "a number")
+    ),
+    **dict.fromkeys(
+        ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+        (
+            lambda value: isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31,
+            "0 to 2147483647",
+        ),
+    ),
+}
 
 
 class _Walker:

@@ -22,7 +22,7 @@ from epd.gateway.grammar_regex import (
     regex,
     without,
 )
-from epd.gateway.grammar_schema import ANNOTATIONS, Unenforceable, enforceable
+from epd.gateway.grammar_schema import ANNOTATIONS, Unenforceable, check_shapes, enforceable
 from epd.gateway.toolcalls import kinds_of, resolve
 
 _KEY = re.compile(r"[^<>\s](?:[^<>]*[^<>\s])?")
@@ -71,6 +71,7 @@ class Rules:
 
 def exact_function(rules: Rules, name: str, schema: Mapping[str, Any]) -> str:
     """The rule of a call whose arguments fit the schema. Raises Unenforceable."""
+    check_shapes(schema)
     _check_top(schema)
     properties, required = _declared(schema)
     parts = [literal(f"<function={name}>\n")]
@@ -109,10 +110,6 @@ def _check_top(schema: Mapping[str, Any]) -> None:
 def _declared(schema: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
     """Properties with those that are only required, and which are required."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
-    if not isinstance(properties, Mapping):
-        raise Unenforceable(".properties", "it must be an object")
-    if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
-        raise Unenforceable(".required", "it must be an array of strings")
     declared = dict(properties)
     for key in required:
         if key not in declared:
@@ -196,9 +193,9 @@ class _Texts:
                 raise Unenforceable(f"{path}.type", f"it is {json.dumps(kind)[:80]}; allowed: a type of JSON schema")
         if kinds is not None and "string" not in kinds:
             return None
-        parts: list[str | None] = [self._listed(schema, path), self._bounded(schema, path)]
+        parts: list[str | None] = [self._listed(schema, path), self._bounded(schema)]
         if "pattern" in schema:
-            parts.append(self._pattern(schema["pattern"], f"{path}.pattern"))
+            parts.append(found_in(schema["pattern"]))
         if "format" in schema:
             parts.append(self._format(schema["format"], f"{path}.format"))
         if "$ref" in schema:
@@ -231,11 +228,9 @@ class _Texts:
 
     def _listed(self, schema: Mapping[str, Any], path: str) -> str | None:
         found: list[str] | None = None
-        for word, values in (("enum", schema.get("enum")), ("const", [schema.get("const")])):
+        for word, values in (("enum", schema.get("enum") or []), ("const", [schema.get("const")])):
             if word not in schema:
                 continue
-            if not isinstance(values, list):
-                raise Unenforceable(f"{path}.{word}", "it must be an array")
             texts = [value for value in values if isinstance(value, str)]
             if any(map(has_tag, texts)):
                 raise Unenforceable(f"{path}.{word}", "a value spells a tag of the call format")
@@ -244,22 +239,14 @@ class _Texts:
             return ANY_TEXT
         return " | ".join(map(literal, dict.fromkeys(found))) or None
 
-    def _bounded(self, schema: Mapping[str, Any], path: str) -> str | None:
+    def _bounded(self, schema: Mapping[str, Any]) -> str | None:
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-        for word, value in (("minLength", least), ("maxLength", most)):
-            if value != "" and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-                raise Unenforceable(f"{path}.{word}", f"it is {json.dumps(value)}; allowed: 0 or more")
         if most != "" and most < least:
             return None
         return ANY_TEXT if (least, most) == (0, "") else f"/(?s:.){{{least},{most}}}/"
 
-    def _pattern(self, pattern: object, path: str) -> str:
-        if not isinstance(pattern, str):
-            raise Unenforceable(path, "it must be a string")
-        return found_in(pattern)
-
-    def _format(self, name: object, path: str) -> str:
-        if not isinstance(name, str) or name not in FORMATS:
+    def _format(self, name: str, path: str) -> str:
+        if name not in FORMATS:
             listed = ", ".join(sorted(FORMATS))
             raise Unenforceable(path, f"it is {json.dumps(name)[:80]}; allowed: {listed}")
         return regex(FORMATS[name])
@@ -272,8 +259,6 @@ class _Texts:
         return self.of(target, path)
 
     def _either(self, options: Any, path: str, *, is_one: bool) -> str | None:
-        if not isinstance(options, list):
-            raise Unenforceable(path, "it must be an array")
         texts = [text for i, option in enumerate(options) if (text := self.of(option, f"{path}[{i}]")) is not None]
         if is_one and len(texts) > 1:
             raise Unenforceable(path, "more than one of its options may be a string; anyOf is supported")

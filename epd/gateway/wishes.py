@@ -1,8 +1,9 @@
 """A request's fields about the look of its answer as one `Wish`, and what of them contradicts itself."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from epd.errors import InvalidRequest
 from epd.gateway.grammar import Calls, Form, Function, GrammarMaker, Wish
@@ -138,6 +139,6 @@ def _read(schema: dict[str, Any] | str, param: str) -> object:
     if not isinstance(schema, str):
         return schema
     try:
-        return json.loads(schema)
-    except (ValueError, RecursionError) as error:
+        return msgspec.json.decode(schema)
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"{param} is no JSON: {json_fault(schema, error)}", param=param) from error
