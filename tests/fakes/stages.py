@@ -311,8 +311,7 @@ class FakeEncoder:
         else:
             self.encoded.append(content)
             self.asked.append((content, modality, options))
-        is_cached = key in self.kept
-        self.kept[key] = modality
+        is_cached, self.kept[key] = key in self.kept, modality
         layout = LAYOUTS[modality]
         lease_id = f"lease-{next(self._ids)}"
         self.leases.add(lease_id)
@@ -341,8 +340,8 @@ class FakeEncoder:
     ) -> tuple[EncodeReply, TensorFrame]:
         """Rows of zeros."""
         reply = await self.encode(content, modality, options, key, deadline_unix_s)
-        ref = reply.ref
-        return reply, TensorFrame("float32", (ref.num_rows, ref.width), bytes(ref.size_bytes))
+        shape = (reply.ref.num_rows, reply.ref.width)
+        return reply, TensorFrame("float32", shape, bytes(reply.ref.size_bytes))
 
     def release(self, ref: EmbeddingRef) -> None:
         if self.release_error is not None:
