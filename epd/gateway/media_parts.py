@@ -106,25 +106,28 @@ def read_medium(part: AnyMediaPart, path: str, library: Library | None, *, is_to
 
 
 def _found(part: AnyMediaPart, path: str, library: Library | None) -> _Found:
+    is_named = part.uuid is not None or part.key is not None
     match part:
         case ImagePart(image_url=image):
-            found = _referred(Modality.IMAGE, image, f"{path}.image_url")
+            found = _referred(Modality.IMAGE, image, f"{path}.image_url", is_named)
             found.options, found.option_params = _media_options(part, image, ImageOptions, path)
         case VideoPart(video_url=video):
-            found = _referred(Modality.VIDEO, video, f"{path}.video_url")
+            found = _referred(Modality.VIDEO, video, f"{path}.video_url", is_named)
             found.options, found.option_params = _media_options(part, video, VideoOptions, path)
         case AudioPart(audio_url=audio):
-            found = _referred(Modality.AUDIO, audio, f"{path}.audio_url")
+            found = _referred(Modality.AUDIO, audio, f"{path}.audio_url", is_named)
         case InputAudioPart(input_audio=inline):
-            found = _Found(Modality.AUDIO, url="" if inline is None else _audio_url(inline))
+            given = None if inline is None or (is_named and inline.data == "") else inline
+            found = _Found(Modality.AUDIO, url="" if given is None else _audio_url(given))
         case FilePart():
             found = _file(part, f"{path}.file", library)
             found.options, found.option_params = _media_options(part, None, MediaOptionsOfAll, path)
     return found
 
 
-def _referred(modality: Modality, ref: FileRef | None, param: str) -> _Found:
-    if ref is None:
+def _referred(modality: Modality, ref: FileRef | None, param: str, is_named: bool) -> _Found:
+    # Clients of vLLM write a medium that they only name with an empty URL as often as with null.
+    if ref is None or (is_named and ref.url == "" and ref.file_id is None):
         return _Found(modality)
     if (ref.url is None) == (ref.file_id is None):
         if ref.url is None:

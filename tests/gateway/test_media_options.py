@@ -187,6 +187,27 @@ def test_inline_sound(inline: dict[str, str], url: str) -> None:
     assert (source.modality, source.url) == (Modality.AUDIO, url)
 
 
+@pytest.mark.parametrize("name", [{"uuid": "mine"}, {"key": "0" * 32}], ids=["uuid", "key"])
+@pytest.mark.parametrize("url", [None, {"url": ""}], ids=["null", "empty"])
+@pytest.mark.parametrize("kind", URLS)
+def test_a_name_stands_for_content_that_is_left_out(
+    kind: str, url: dict[str, str] | None, name: dict[str, str]
+) -> None:
+    medium = read({"type": f"{kind}_url", f"{kind}_url": url, **name})
+    assert not medium.has_source
+    assert {"uuid": medium.uuid} == name or {"key": medium.key} == name
+
+
+@pytest.mark.parametrize("inline", [None, {"data": "", "format": "wav"}], ids=["null", "empty"])
+def test_a_name_stands_for_a_sound_that_is_left_out(inline: dict[str, str] | None) -> None:
+    assert not read({"type": "input_audio", "input_audio": inline, "uuid": "mine"}).has_source
+
+
+def test_an_empty_url_without_a_name_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="is empty"):
+        read({"type": "image_url", "image_url": {"url": ""}})
+
+
 # Every line is one medium: its spellings share a key, and no two lines do.
 SPELLINGS: dict[str, list[list[dict[str, Any]]]] = {
     "image": [
