@@ -1,5 +1,6 @@
-"""One answer, whatever the deployment: 200 mixed prompts through every mode, with and without prefix cache, alone and
-sixteen at a time, greedy. The reference is the plainest way: one process, no cache, one request at a time."""
+"""One answer, whatever the deployment: mixed prompts, 200 with MIMO_TEST_EFFORT=3, through every mode, with and without
+prefix cache, alone and sixteen at a time, greedy. The reference is the plainest way: one process, no cache, one request
+at a time."""
 
 import base64
 import io
@@ -17,10 +18,11 @@ import soundfile
 from PIL import Image, ImageDraw
 
 from tests.e2e.service import SAMPLES, Service, running_service, text_of
+from tests.oracles.effort import scaled
 
 pytestmark = pytest.mark.e2e
 
-NUM_PROMPTS = 200
+NUM_PROMPTS = scaled(200)
 MAX_TOKENS = 12
 MODES = ("unified", "e-pd", "epd")
 COLOURS = ("red", "green", "blue", "yellow", "purple", "orange")

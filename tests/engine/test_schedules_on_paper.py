@@ -7,6 +7,7 @@ import pytest
 from epd.types import FinishReason
 from tests.engine.conftest import make_request
 from tests.engine.paper import Paper, make_paper, num_new
+from tests.oracles.effort import scaled
 
 STEMS = [[(5 * i * i + stem * 31 + i) % 120 for i in range(120)] for stem in range(3)]
 
@@ -65,7 +66,7 @@ def test_a_step_is_within_its_budget_and_starves_nobody(seed: int) -> None:
     paper.assert_nothing_leased()
 
 
-NUM_PRESSED = 300
+NUM_PRESSED = scaled(300)
 
 
 def test_memory_pressure_shows_in_no_answer() -> None:

@@ -1,4 +1,4 @@
-"""Damaged files of every format through isolated decoders, for about a minute: see `scripts/fuzz_media` for more."""
+"""Damaged files of every format through isolated decoders, for a few seconds: see `scripts/fuzz_media` for more."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 from tests.fuzz.campaign import Outcome, campaign, make_item
 from tests.fuzz.mutations import mutate
 from tests.fuzz.seeds import seeds
+from tests.oracles.effort import scaled
 
-SECONDS = 45.0
+SECONDS = scaled(45)
 SEED = 20_000
 
 
@@ -35,7 +36,7 @@ async def test_damaged_media_do_no_harm(record_property: pytest.RecordProperty) 
     if crashes:
         print(f"\n{len(crashes)} of {num_items} media crashed a library:", *crashes, sep="\n")
     assert not bad, "\n".join(bad)
-    assert num_items >= 200
+    assert num_items >= 4 * SECONDS
     kinds = {kind for _, kind in counts}
     assert {"ok", "MediaUndecodable"} <= kinds, "damage that is always fatal, or never, tests nothing"
 

@@ -19,10 +19,11 @@ from preprocess.types import Modality
 from tests.fakes.media.images import quarters, saved
 from tests.fakes.media.sounds import encoded, sines
 from tests.fakes.media.videos import Track, clip, cut_after, with_noise
+from tests.oracles.effort import scaled
 
-NUM_RUNS, NUM_WARM_UP_RUNS = 200, 20
+NUM_RUNS, NUM_WARM_UP_RUNS = scaled(240), 20
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-# One decoded frame of 320 x 192 leaked per run would come to 16 MB.
+# One decoded frame of 320 x 192 leaked per run would come to 11 MB in 60 runs.
 MAX_GROWTH_BYTES = 6 * 1024 * 1024
 
 FILES: list[tuple[str, Modality, Callable[[], bytes]]] = [

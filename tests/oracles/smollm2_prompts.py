@@ -1,6 +1,8 @@
 """Twenty conversations of many kinds for comparing greedy answers."""
 
-NUM_TOKENS = 64
+from tests.oracles.effort import scaled
+
+NUM_TOKENS = scaled(64)
 _QUESTIONS = (
     "What is the capital of France?",
     "Write a short story about a lighthouse keeper who is afraid of the dark.",

@@ -13,8 +13,9 @@ from epd.cache.window import longest_usable, num_window_pages, release_frontier,
 from epd.kv.dual import DualPool
 from epd.kv.errors import NoPages, PageStateError
 from epd.kv.pages import PageOwner, PagePool
+from tests.oracles.effort import scaled
 
-thorough = settings(max_examples=2000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+thorough = settings(max_examples=scaled(2000), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @thorough
