@@ -22,7 +22,13 @@ from tests.e2e.service import free_port, running_service
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-RUN = [block for path in documents() for block in blocks(path) if block.saying == "run"]
+# Those of the command line's own document are run by tests/cli/test_docs_cli.py, in one process.
+RUN = [
+    block
+    for path in documents()
+    for block in blocks(path)
+    if block.saying == "run" and path != ROOT / "docs" / "cli.md"
+]
 # A copy has these; all others are written by the commands.
 _COPIED = ("README.md", "Makefile", "pyproject.toml", "samples", "configs", "deploy", "docs", "scripts", "epd/builtin")
 

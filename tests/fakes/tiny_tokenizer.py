@@ -1,4 +1,4 @@
-"""A tokenizer.json for the tiny models of 128 tokens: ASCII, some pairs of letters, a line feed, special tokens last."""
+"""A tokenizer.json for the tiny models of 128 tokens: ASCII, pairs of letters, a line feed, special tokens last."""
 
 import json
 from pathlib import Path
