@@ -99,8 +99,12 @@ class Soak:
             found.append(f"{self.num_asked} requests, {len(self.ends)} ends")
         return found
 
-    async def until_idle(self, timeout_s: float = 60.0) -> list[str]:
-        """What is still held when nobody asks for anything any more; empty as it should be."""
+    async def until_idle(self, timeout_s: float = 330.0) -> list[str]:
+        """What is still held when nobody asks for anything any more; empty as it should be.
+
+        The leases of a gateway that was killed end with its silence or, when the encoder that gave them was killed before
+        it noticed, at the deadlines of their requests: after `gateway.request_timeout_s`.
+        """
         end_s = time.monotonic() + timeout_s
         held = ["not ready"]
         while held and time.monotonic() < end_s:
