@@ -102,8 +102,8 @@ class Soak:
     async def until_idle(self, timeout_s: float = 330.0) -> list[str]:
         """What is still held when nobody asks for anything any more; empty as it should be.
 
-        The leases of a gateway that was killed end with its silence or, when the encoder that gave them was killed before
-        it noticed, at the deadlines of their requests: after `gateway.request_timeout_s`.
+        The leases of a gateway that was killed end with its silence or, when the encoder that gave them was killed
+        before it noticed, at the deadlines of their requests: after `gateway.request_timeout_s`.
         """
         end_s = time.monotonic() + timeout_s
         held = ["not ready"]
