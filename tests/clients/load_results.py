@@ -19,7 +19,7 @@ class ResultUnreadable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One run, as the tool itself saw it. Times are means: single ones are 0 where a busy client reads an answer at once."""
+    """One run, as the tool itself saw it. Times are means: one is 0 where a busy client reads an answer at once."""
 
     num_completed: int
     num_errors: int

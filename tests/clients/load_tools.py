@@ -48,6 +48,8 @@ REMOVED = {"vllm": ("torchvision", "torchaudio", "torchcodec")}
 # Tools that pick no number of requests exactly: they look at it now and then.
 _ASKS_MORE = frozenset({"genai-bench"})
 console = Console(highlight=False)
+if not console.is_terminal:
+    console.width = 120
 
 
 @dataclass(frozen=True, slots=True)
