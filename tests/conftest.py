@@ -1,10 +1,11 @@
 import os
+import re
 import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -29,6 +30,27 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Files whose tests ask `epd` below, and those that ask `served`.
+_ONE_SERVER = {
+    "epd": re.compile(r"tests/(page/|e2e/test_(answers|api|bad_input|chat_command|files|media_options)\.py)"),
+    "served": re.compile(r"tests/(api|clients)/"),
+}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile` files that share a server are one process's, too: it is started once."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByServer(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return next((name for name, files in _ONE_SERVER.items() if files.match(nodeid)), nodeid.partition("::")[0])
+
+    return ByServer(config, log)
+
+
 @pytest.fixture
 def kv_store_dir(tmp_path: Path) -> Iterator[Path]:
     """A directory for a local store of KV, whose part in shared memory goes with the test."""
@@ -51,6 +73,15 @@ def _priority_as_it_was() -> Iterator[None]:
     policy = os.sched_getscheduler(0)
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     assert policy == os.SCHED_OTHER, "use tests.fakes.media.priority around encoders"
+
+
+@pytest.fixture(scope="session")
+def epd(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Service"]:
+    """One epd deployment for all tests that only ask; tests that break things start their own."""
+    from tests.e2e.service import SAMPLES, running_service
+
+    with running_service(tmp_path_factory.mktemp("epd"), "--mode", "epd", "--media-root", str(SAMPLES)) as service:
+        yield service
 
 
 @pytest.fixture(scope="session")

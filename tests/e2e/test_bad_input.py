@@ -89,7 +89,7 @@ REQUEST_FAULTS: dict[str, tuple[dict[str, Any], int, str]] = {
     "unknown model": ({"model": "gpt-9"}, 404, "model"),
     "unknown field": ({"temprature": 1}, 400, "temprature"),
     "unknown part": ({"messages": [{"role": "user", "content": [{"type": "smell"}]}]}, 400, "content"),
-    "n of two": ({"n": 2}, 400, "n"),
+    "no choices": ({"n": 0}, 400, "n"),
     "negative max_tokens": ({"max_tokens": -1}, 400, "max_tokens"),
     "no messages": ({"messages": []}, 400, "messages"),
     "prompt too long": ({"messages": [{"role": "user", "content": "word " * 60_000}]}, 400, "messages"),

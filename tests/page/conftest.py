@@ -1,12 +1,12 @@
-"""One browser, and one deployment, for all tests of the page; they live on one event loop."""
+"""One browser for all tests of the page; they live on one event loop."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from tests.e2e.service import SAMPLES, Service, running_service
+from tests.e2e.service import Service
 
 pytest.importorskip("playwright.async_api", reason="playwright is not installed")
 
@@ -32,6 +32,5 @@ async def browser() -> AsyncIterator[Browser]:
 
 
 @pytest.fixture(scope="session")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with running_service(tmp_path_factory.mktemp("page"), "--mode", "epd", "--media-root", str(SAMPLES)) as running:
-        yield running
+def service(epd: Service) -> Service:
+    return epd
