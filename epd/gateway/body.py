@@ -76,6 +76,9 @@ class BodyReader:
         if request.content_type != "application/json" or "Content-Type" not in request.headers:
             given = request.headers.get("Content-Type", "absent")
             raise UnsupportedMediaType(f"Content-Type is {given[:80]}; allowed: application/json", param="Content-Type")
+        charset = (request.charset or "utf-8").lower()
+        if charset not in ("utf-8", "utf8", "us-ascii", "ascii"):
+            raise UnsupportedMediaType(f"charset is {charset[:80]}; allowed: utf-8", param="Content-Type")
         if request.content_length is not None and request.content_length > self._max_bytes:
             raise self._too_large()
 

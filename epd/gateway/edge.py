@@ -109,10 +109,11 @@ class Edge:
         set_owner(request, candidate)
 
     def _told(self, request: web.Request, status: int, started_s: float) -> None:
-        """Count the request, and log it. Probes and the page's looks at the pipeline are logged for debugging only."""
+        """Count the request, and log it. Probes, whatever they are told, and looks that succeed are for debugging."""
         route = request.match_info.route.resource
         self._metrics.requests.labels(route.canonical if route else "unknown", str(status)).inc()
-        level = logging.DEBUG if request.method == "GET" and status < 400 else logging.INFO
+        is_probe = request.match_info.handler in self._open_handlers
+        level = logging.DEBUG if is_probe or (request.method == "GET" and status < 400) else logging.INFO
         if access.isEnabledFor(level):
             facts = {
                 "request_id": request[ANSWER_HEADERS]["X-Request-Id"],

@@ -123,7 +123,7 @@ class MediaSet:
             {
                 "param": medium.part.param,
                 "key": reply.key,
-                "uuid": medium.part.uuid,
+                "uuid": _kept_uuid(medium.part),
                 "modality": reply.layout.modality.value,
                 "tokens": reply.layout.num_rows,
                 "cached": reply.cached,
@@ -323,6 +323,14 @@ class MediaStage:
     def _release_unseen(self, reply: asyncio.Future[EncodeReply]) -> None:
         if not reply.cancelled() and reply.exception() is None:
             self.release(reply.result().ref)
+
+
+def _kept_uuid(part: MediaPart) -> str | None:
+    """None where the content is too large for the shelf: then the name stands for nothing."""
+    library = part.library
+    if part.uuid is None or library is None or not library.shelf.has_uuid(library.owner, part.uuid):
+        return None
+    return part.uuid
 
 
 async def _all(coroutines: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:

@@ -101,6 +101,11 @@ class MediaShelf:
     def by_key(self, owner: str, key: MediaKey) -> Shelved | None:
         return self._find(owner, ("key", key))
 
+    def has_uuid(self, owner: str, uuid: str) -> bool:
+        """Whether it stands for something now. A look that is no use of it."""
+        shelf = self._shelves.get(owner)
+        return shelf is not None and ("uuid", uuid) in shelf.names
+
     def check(self) -> None:
         """Raises AssertionError when the books do not balance."""
         for shelf in self._shelves.values():

@@ -115,17 +115,19 @@ def _check_messages(messages: object, limits: GatewayConfig) -> None:
 
 def _check_values(body: dict[str, Any]) -> None:
     num_values = depth = 0
-    level: list[dict[str, Any] | list[Any]] = [body]
+    # Each with the field of the body that it is in.
+    level: list[tuple[str | None, dict[str, Any] | list[Any]]] = [(None, body)]
     while level:
-        below: list[dict[str, Any] | list[Any]] = []
-        for holder in level:
+        below: list[tuple[str | None, dict[str, Any] | list[Any]]] = []
+        for field, holder in level:
             num_values += 1 if _is_of_integers(holder) else len(holder)
             if num_values > _MAX_VALUES:
                 raise InvalidRequest(f"the body has more than {_MAX_VALUES} values, which is the most allowed")
             if isinstance(holder, dict) and len(holder) > _MAX_FIELDS:
-                raise InvalidRequest(f"an object of the body has {len(holder)} fields; allowed: at most {_MAX_FIELDS}")
-            values = holder.values() if isinstance(holder, dict) else holder
-            below.extend(value for value in values if isinstance(value, dict | list))
+                owner = "the body" if field is None else f"{field}: an object in it"
+                raise InvalidRequest(f"{owner} has {len(holder)} fields; allowed: at most {_MAX_FIELDS}", param=field)
+            named = holder.items() if isinstance(holder, dict) else ((None, value) for value in holder)
+            below.extend((field or name, value) for name, value in named if isinstance(value, dict | list))
         level = below
         depth += 1
         if depth > _MAX_DEPTH:

@@ -59,6 +59,7 @@ async def test_a_compressed_body_is_refused_by_its_header(
         ("application/json", 200),
         ("application/json; charset=utf-8", 200),
         ("Application/JSON", 200),
+        ("application/json; charset=latin-1", 415),
         ("text/plain", 415),
         ("text/plain; application/json", 415),
         ("application/x-www-form-urlencoded", 415),

@@ -139,7 +139,6 @@ async def test_an_unknown_name_is_a_404_that_names_it(given: dict[str, Any], fie
         (part(key="A" * 32), f"{PATH}.key"),
         (part(key="../" * 10 + "00"), f"{PATH}.key"),
         (part(PNG, key=UNKNOWN), f"{PATH}.key"),
-        (part("", uuid="u"), f"{PATH}.image_url.url"),
         ({"type": "text", "text": "hi", "uuid": "u"}, f"{PATH}.uuid"),
     ],
 )

@@ -307,3 +307,11 @@ async def test_numbers_beyond_any_sense_are_the_client_s_fault(number: float) ->
         for body in bodies:
             status, answer, _ = await stack.post(body)
             assert status == 400, (body, answer)
+
+
+async def test_an_object_with_too_many_fields_is_named() -> None:
+    body = chat_body(logit_bias={str(token): 1.0 for token in range(1025)})
+    with pytest.raises(InvalidRequest) as caught:
+        read(body)
+    assert caught.value.param == "logit_bias"
+    assert "1025" in caught.value.message
