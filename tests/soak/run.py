@@ -207,6 +207,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--settled", type=float, default=60.0, help="age from which a process's memory counts")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--mode", default="epd")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="of the server; small pools (engine.kv_budget_bytes, engine.host_budget_bytes) are full within a minute, "
+        "so that what grows after it is a leak",
+    )
     parser.add_argument("--json", type=Path, help="all that was found, samples included")
     return parser.parse_args()
 
@@ -214,7 +222,8 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     with tempfile.TemporaryDirectory() as directory:
-        extra = ("--mode", options.mode, "--media-root", str(SAMPLES))
+        settings = [word for setting in options.set for word in ("--set", setting)]
+        extra = ("--mode", options.mode, "--media-root", str(SAMPLES), *settings)
         with running_service(Path(directory), *extra) as service:
             found = asyncio.run(soak(service, options))
     show(found)
