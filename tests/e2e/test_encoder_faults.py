@@ -27,12 +27,12 @@ from PIL import Image
 
 from encoder.cache.arena import index_path
 from tests.e2e.service import Service, running_service
+from tests.oracles.effort import scaled
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 REQUEST_TIMEOUT_S = 60.0
-# A minute of it with MIMO_TEST_EFFORT=3.
-OVERLOAD_S = 20.0 * float(os.environ.get("MIMO_TEST_EFFORT", "1"))
+OVERLOAD_S = float(scaled(36))
 MAX_INFLIGHT = 24
 SHM = Path("/dev/shm")
 

@@ -12,11 +12,15 @@ from typing import Any
 import pytest
 
 from tests.e2e.service import ROOT, Answer, Service, free_port
+from tests.oracles.effort import scaled
 
 pytestmark = pytest.mark.e2e
 
 NUM_STREAMS = 8
 MAX_TOKENS = 150
+# Each signal and each mode; every pair of them with MIMO_TEST_EFFORT=3.
+ENDINGS = [(signal.SIGTERM, "epd"), (signal.SIGINT, "unified"), (signal.SIGINT, "epd"), (signal.SIGTERM, "unified")]
+ENDINGS = ENDINGS[: scaled(4, least=3)]
 
 
 def ask_all(service: Service) -> tuple[list[threading.Thread], list[Answer]]:
@@ -32,8 +36,7 @@ def ask_all(service: Service) -> tuple[list[threading.Thread], list[Answer]]:
     return threads, answers
 
 
-@pytest.mark.parametrize("mode", ["epd", "unified"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("number", "mode"), ENDINGS)
 def test_what_runs_is_finished_and_nothing_is_left(tmp_path: Path, number: signal.Signals, mode: str) -> None:
     """SIGINT goes to the whole process group, as a terminal's Ctrl-C does."""
     port = free_port()
