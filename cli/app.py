@@ -7,17 +7,18 @@ words load nothing that serves.
 import contextlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from cli.errors import ConfigError
-from cli.terminal import complain, say
+from cli.interrupts import EXIT_INTERRUPTED, interrupt_again, is_interrupted
+from cli.terminal import complain, os_words, say, speaks_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,9 @@ SUBCOMMANDS: Final[Mapping[str, Subcommand]] = {
     "cache": Subcommand("cli.cache", "cache", "Look into the caches of this host, or empty them."),
 }
 """In the order of the help."""
+
+_USAGE_FAULT: Final[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+"""What a wrong flag, value or argument raises. typer brings a click of its own, whose names are not public."""
 
 
 class LazyGroup(TyperGroup):
@@ -67,7 +71,24 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] in SUBCOMMANDS:
             self.load(args[0])
+        interrupt_again()
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Raises usage errors that name the value which was given."""
+        try:
+            return super().invoke(ctx)
+        except _USAGE_FAULT as error:
+            name_value(error)
+            raise
+
+
+def name_value(error: Any) -> None:
+    """A value's refusal says what is allowed; this adds what was given, which only its cause knows."""
+    told = getattr(error.__cause__, "errors", None)
+    found = told() if told is not None else []
+    if found and not isinstance(given := found[0].get("input"), list | tuple | dict):
+        error.message = f"{error.message}, not {str(given)!r}"
 
 
 def _show_version(wanted: bool) -> None:
@@ -108,17 +129,56 @@ def root(
 def main() -> None:
     """Exit codes: 0 done, 1 failed, 2 the command or its settings are wrong, 130 interrupted."""
     try:
-        app()
-    except KeyboardInterrupt:
-        sys.exit(130)
+        _run()
     except ConfigError as error:
-        complain("mimo", str(error), exit_code=2)
-        sys.exit(2)
-    except OSError as error:
-        # Standard output that takes no more: a full disk, a closed pipe.
-        say(f"mimo: {error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
-        _drop_output()
-        sys.exit(1)
+        _refuse(str(error))
+    except BaseException as error:
+        if isinstance(error, SystemExit) or not is_interrupted(error):
+            if not isinstance(error, OSError):
+                raise
+            # Standard output that takes no more: a full disk, a closed pipe.
+            _fail(error)
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def _run() -> None:
+    """Usage errors are one JSON object where the command is asked for JSON, and else the lines people know."""
+    if not speaks_json(sys.argv[1:]):
+        app()
+        return
+    try:
+        code = app(standalone_mode=False)
+    except _USAGE_FAULT as error:
+        _refuse(error.format_message())
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _refuse(message: str) -> NoReturn:
+    arguments = sys.argv[1:]
+    complain(_command(arguments) if speaks_json(arguments) else "mimo", message, exit_code=2)
+    sys.exit(2)
+
+
+def _fail(error: OSError) -> NoReturn:
+    message = os_words(error) + (f": {error.filename}" if error.filename else "")
+    if speaks_json(sys.argv[1:]):
+        complain(_command(sys.argv[1:]), message, exit_code=1)
+    else:
+        say(f"mimo: {message}")
+    _drop_output()
+    sys.exit(1)
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """`mimo cache stats` of these arguments: the words that lead to the command."""
+    words, group = ["mimo"], typer.main.get_command(app)
+    for word in arguments:
+        found = getattr(group, "commands", {}).get(word)
+        if found is None:
+            break
+        words.append(word)
+        group = group.load(word) if isinstance(group, LazyGroup) else found
+    return " ".join(words)
 
 
 def _drop_output() -> None:

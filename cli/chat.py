@@ -15,7 +15,7 @@ from cli.chat_client import ChatFailed, Reply, Target, ask, first_model, server_
 from cli.completion import served_models
 from cli.errors import ConfigError
 from cli.media_files import MediaFileError, chat_part
-from cli.terminal import complain
+from cli.terminal import complain, os_words
 from preprocess.types import Modality
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def chat(
             else:
                 _converse(conversation)
     except (ChatFailed, OSError) as error:
-        complain("mimo chat", str(error), exit_code=1)
+        complain("mimo chat", os_words(error) if isinstance(error, OSError) else str(error), exit_code=1)
         raise typer.Exit(1) from error
 
 

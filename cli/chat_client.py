@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
 from cli.errors import ConfigError
+from cli.terminal import os_words
 
 _CONNECT_TIMEOUT_S: Final = 20.0
 _MAX_LINE_BYTES: Final = 64 << 20
@@ -129,7 +130,7 @@ def _connect(target: Target) -> http.client.HTTPConnection:
     try:
         connection.connect()
     except OSError as error:
-        raise ChatFailed(f"cannot connect to {target.base_url}: {error.strerror or error}") from error
+        raise ChatFailed(f"cannot connect to {target.base_url}: {os_words(error)}") from error
     # An answer takes as long as it takes; whoever has enough of it presses Ctrl-C.
     connection.sock.settimeout(None)
     return connection

@@ -19,6 +19,7 @@ from cli.models import cache_dir, kv_store_dir
 from cli.plan_units import gib
 from cli.port_owner import port_owner
 from cli.preflight import check_deployment
+from cli.terminal import os_words
 from epd import mooncake_parts, redis_nodes
 from epd.config import EngineConfig
 
@@ -161,7 +162,7 @@ def _reach(
                 if not connection.recv(64).startswith((b"+", b"-")):
                     return Check(name, "warn", f"{place_name} answers, but not as Redis does", fix)
     except OSError as error:
-        return Check(name, "warn", f"{place_name} cannot be reached: {error.strerror or error}", fix)
+        return Check(name, "warn", f"{place_name} cannot be reached: {os_words(error)}", fix)
     return Check(name, "ok", f"{place_name} answers")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.media_search import Unreadable, walk
+from cli.terminal import os_words
 from preprocess.types import Modality
 
 # Containers and codecs that the standard table does not know on every system.
@@ -63,7 +64,7 @@ def kind_of_file(mode: int) -> str | None:
 
 def refuse_unreadable(path: Path, error: OSError) -> None:
     """Raises MediaFileError."""
-    raise MediaFileError(f"{path_text(path)}: {error.strerror}") from error
+    raise MediaFileError(f"{path_text(path)}: {os_words(error)}") from error
 
 
 def expand_paths(
@@ -108,7 +109,7 @@ def chat_part(path: Path, modality: Modality) -> dict[str, Any]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise MediaFileError(f"{path_text(path)}: {error.strerror}") from error
+        raise MediaFileError(f"{path_text(path)}: {os_words(error)}") from error
     kind = media_type(path) or f"{modality}/octet-stream"
     url = f"data:{kind};base64,{base64.b64encode(content).decode()}"
     return {"type": f"{modality}_url", f"{modality}_url": {"url": url}}

@@ -111,7 +111,9 @@ class Supervisor:
             try:
                 await asyncio.wait_for(process.wait(), self._config.drain_s)
             except TimeoutError:
-                process.kill()
+                # It may have ended in the moment of the timeout.
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
                 await process.wait()
         if keeper is not None:
             keeper.cancel()
@@ -192,7 +194,8 @@ class Supervisor:
         process = self._processes.get(name)
         if process is not None and process.returncode is None:
             self._on_event(StageEvent(name, "silent", process.pid, silent_s=silent_s))
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
 
     def _give_up(self, stage: Stage, returncode: int, num_exits: int) -> None:
         if returncode == EXIT_USAGE:

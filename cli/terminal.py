@@ -18,11 +18,17 @@ def say(message: str) -> None:
 
 def complain(command: str, message: str, *, exit_code: int) -> None:
     """What went wrong: a line, or where the command was asked for JSON one object, on standard error."""
+    message = message.strip("\n") or "failed, and nothing said why"
     if speaks_json(sys.argv[1:]):
         error = {"command": command, "message": message, "exit_code": exit_code}
         typer.echo(json.dumps({"error": error}), err=True)
     else:
         say(f"{command}: {message}")
+
+
+def os_words(error: OSError) -> str:
+    """What the system says of it, or, where nothing came with it, its kind: `TimeoutError()` has no text."""
+    return error.strerror or str(error) or type(error).__name__
 
 
 def speaks_json(arguments: list[str]) -> bool:

@@ -14,7 +14,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from cli.app import SUBCOMMANDS, LazyGroup, app
+from cli.app import SUBCOMMANDS, LazyGroup, app, main
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -155,3 +155,68 @@ def test_errors_are_one_object_in_json_mode() -> None:
     error = json.loads(done.stderr)["error"]
     assert (done.returncode, error["exit_code"], done.stdout) == (2, 2, "")
     assert "nowhere" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("words", "command", "said"),
+    [
+        (["plan"], "mimo plan", "model"),
+        (["plan", "mimo-v2.5", "--tp", "0"], "mimo plan", "'0'"),
+        (["plan", "mimo-v2.5", "--gpu", "h900"], "mimo plan", "h900"),
+        (["chat", "hi", "--max-tokens", "many"], "mimo chat", "'many'"),
+        (["cache", "stats", "--jsn"], "mimo cache stats", "--jsn"),
+        (["nothing"], "mimo", "nothing"),
+    ],
+)
+def test_what_is_wrong_with_the_words_is_an_object_too(
+    words: list[str], command: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["mimo", *words, "--json"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    written = capsys.readouterr()
+    error = json.loads(written.err)["error"]
+    assert (error["command"], error["exit_code"], written.out) == (command, 2, "")
+    assert said in error["message"]
+
+
+@pytest.mark.parametrize("error", [TimeoutError(), ProcessLookupError(), BrokenPipeError(), OSError("words")])
+def test_an_error_of_the_system_always_says_something(
+    error: OSError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr("cli.app._run", fail)
+    monkeypatch.setattr("cli.app._drop_output", lambda: None)
+    with pytest.raises(SystemExit, match="1"):
+        main()
+    assert capsys.readouterr().err == f"mimo: {str(error) or type(error).__name__}\n"
+
+
+_LOADING = """
+import os, signal, sys
+from cli.__main__ import main
+
+class Slow:
+    def find_spec(self, name, path, target=None):
+        if name == sys.argv[2]:
+            os.kill(os.getpid(), signal.SIGINT)
+            try:
+                for _ in range(1000):
+                    pass
+            except KeyboardInterrupt:
+                raise ImportError("numpy failed to import")
+
+sys.meta_path.insert(0, Slow())
+sys.argv = ["mimo", "chat", sys.argv[1]]
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["typer", "cli.chat", "cli.chat_repl", "cli.chat_embedded"])
+def test_ctrl_c_while_anything_is_loaded_is_one_quiet_exit(module: str) -> None:
+    """Also where a library makes another error of the interruption."""
+    command = [sys.executable, "-c", _LOADING.replace("sys.argv[2]", repr(module)), "hello"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
