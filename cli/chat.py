@@ -14,12 +14,12 @@ import typer
 from cli.chat_client import ChatFailed, Reply, Target, ask, first_model, server_root
 from cli.completion import served_models
 from cli.errors import ConfigError
-from cli.media_files import MediaFileError, chat_part
+from cli.media_files import MediaFileError, recognised_part
 from cli.terminal import complain, os_words
 from preprocess.types import Modality
 
 if TYPE_CHECKING:
-    from cli.chat_repl import Conversation
+    from cli.chat_repl import Attachment, Conversation
 
 
 def chat(
@@ -60,7 +60,7 @@ def chat(
     """Ask a question, with pictures, videos and sounds, or hold a conversation.
 
     In a conversation /help tells the commands: /image, /video and /audio attach files, as does the path of a file alone
-    on a line; /think, /system, /reset, /save, /stats. Ctrl-C stops an answer, Ctrl-D leaves.
+    on a line; /detach, /think, /system, /reset, /save, /stats. Ctrl-C stops an answer, Ctrl-D leaves.
 
     Example: mimo chat --image samples/picture.png "What is in the picture?"
 
@@ -71,13 +71,13 @@ def chat(
     # Only here: completion and help are quick.
     from cli.chat_repl import Conversation
 
-    parts = _parts({Modality.IMAGE: image, Modality.VIDEO: video, Modality.AUDIO: audio})
+    attached = _attached({Modality.IMAGE: image, Modality.VIDEO: video, Modality.AUDIO: audio})
     if question is None and (as_json or not sys.stdin.isatty()):
         question = sys.stdin.read()
     if question is not None and not question.strip():
         raise ConfigError("the question is empty; leave it out, in a terminal, to start a conversation")
     sampling = {"max_tokens": max_tokens, "temperature": temperature}
-    conversation = Conversation(Target("", model, api_key), sampling, system=system, thinks=think, attached=list(parts))
+    conversation = Conversation(Target("", model, api_key), sampling, system=system, thinks=think, attached=attached)
     try:
         with _server(None if url is None else server_root(url), model, api_key) as target:
             conversation.target = target
@@ -90,10 +90,16 @@ def chat(
         raise typer.Exit(1) from error
 
 
-def _parts(files: dict[Modality, list[Path] | None]) -> list[dict[str, Any]]:
+def _attached(files: dict[Modality, list[Path] | None]) -> "list[Attachment]":
     """Raises ConfigError."""
+    from cli.chat_repl import Attachment
+
     try:
-        return [chat_part(path, modality) for modality, paths in files.items() for path in paths or []]
+        return [
+            Attachment(path.name, *recognised_part(path, modality))
+            for modality, paths in files.items()
+            for path in paths or []
+        ]
     except MediaFileError as error:
         raise ConfigError(str(error)) from error
 

@@ -17,11 +17,16 @@ from cli.errors import ConfigError
 from cli.terminal import os_words
 
 _CONNECT_TIMEOUT_S: Final = 20.0
+_MIN_SPAN_S: Final = 0.05
 _MAX_LINE_BYTES: Final = 64 << 20
 
 
 class ChatFailed(Exception):
     """The server refused, broke off or is not there; the message is one line for a person."""
+
+
+class MessageRefused(ChatFailed):
+    """The server does not take this message, and would not a second time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +53,9 @@ class Reply:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of the answer after its first token."""
+        """Of the answer after its first token; None for one that came in too short a time to tell."""
         num_tokens = self.usage.get("completion_tokens", 0)
-        if self.ttft_s is None or num_tokens < 2 or self.total_s <= self.ttft_s:
+        if self.ttft_s is None or num_tokens < 2 or self.total_s - self.ttft_s < _MIN_SPAN_S:
             return None
         return float(num_tokens - 1) / (self.total_s - self.ttft_s)
 
@@ -105,7 +110,8 @@ def ask(target: Target, body: Mapping[str, Any], reply: Reply, show: Show) -> No
 
 def _take(event: Any, reply: Reply, show: Show) -> None:
     if "error" in event:
-        raise ChatFailed(str(event["error"]["message"]))
+        error = event["error"]
+        raise _failure(error.get("status") or error.get("code"))(str(error["message"]))
     reply.usage = event.get("usage") or reply.usage
     reply.warnings = event.get("warnings") or reply.warnings
     for choice in event.get("choices") or []:
@@ -151,7 +157,13 @@ def _answered(
         said = response.read(1 << 20)
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise ChatFailed(f"{target.base_url} broke off: {error or type(error).__name__}") from error
-    raise ChatFailed(_message(response.status, target.base_url, said))
+    raise _failure(response.status)(_message(response.status, target.base_url, said))
+
+
+def _failure(status: Any) -> type[ChatFailed]:
+    """A key, a rate or a pause is no fault of the message."""
+    is_lasting = isinstance(status, int) and 400 <= status < 500 and status not in (401, 403, 408, 429)
+    return MessageRefused if is_lasting else ChatFailed
 
 
 def _message(status: int, base_url: str, body: bytes) -> str:

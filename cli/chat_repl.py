@@ -3,14 +3,14 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, TextIO
 
-from cli.chat_client import ChatFailed, Reply, Target, ask
+from cli.chat_client import ChatFailed, MessageRefused, Reply, Target, ask
 from cli.chat_input import BLOCK, LineReader, dropped_files
-from cli.media_files import MediaFileError, chat_part, modality_of
+from cli.media_files import MediaFileError, recognised_part
 from cli.plan_units import seconds
 from cli.terminal import printable_line
 from preprocess.types import Modality
@@ -18,6 +18,7 @@ from preprocess.types import Modality
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 HELP: Final = (
     "/image FILE...   attach pictures to the next message; so do /video and /audio, and the path of a file by itself",
+    "/detach [FILE]   take all attached files back, or one",
     "/system TEXT     begin anew with instructions; without TEXT, show them",
     "/think on|off    let the model reason before it answers",
     "/reset           forget the conversation, keep the instructions",
@@ -50,6 +51,15 @@ class Totals:
             self.cached[tier] = self.cached.get(tier, 0) + count
 
 
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """A file that goes with the next message. `part` is a content part of a chat message."""
+
+    name: str
+    modality: Modality
+    part: dict[str, Any]
+
+
 @dataclass(slots=True)
 class Conversation:
     """What the next request says."""
@@ -59,14 +69,15 @@ class Conversation:
     system: str = ""
     thinks: bool | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
-    attached: list[dict[str, Any]] = field(default_factory=list)
+    attached: list[Attachment] = field(default_factory=list)
     totals: Totals = field(default_factory=Totals)
     last: Reply | None = None
 
     def body(self, text: str) -> dict[str, Any]:
         """The request that asks `text` with all that is attached."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        content: Any = [*self.attached, {"type": "text", "text": text}] if self.attached else text
+        parts = [attachment.part for attachment in self.attached]
+        content: Any = [*parts, {"type": "text", "text": text}] if parts else text
         body = {"messages": [*system, *self.messages, {"role": "user", "content": content}], **self.sampling}
         if self.thinks is not None:
             body["chat_template_kwargs"] = {"enable_thinking": self.thinks}
@@ -112,7 +123,7 @@ class Repl:
             return "done"
         if files := dropped_files(text):
             for path in files:
-                self._attach(path, modality_of(path))
+                self._attach(path, None)
             return "done"
         if text.lstrip().startswith("/") and not os.path.exists(text.strip()):
             return self._command(text.strip())
@@ -127,9 +138,10 @@ class Repl:
         except KeyboardInterrupt:
             self._end_line()
             self._note("stopped")
-        except ChatFailed:
+        except ChatFailed as error:
             self._end_line()
             if not reply.text:
+                self._keep_or_drop(error)
                 raise
             conversation.answered(body, reply)
             raise
@@ -169,9 +181,29 @@ class Repl:
             self._attach(path, modality)
 
     def _attach(self, path: Path, modality: Modality | None) -> None:
-        assert modality is not None, "files without a modality are no dropped files"
-        self._conversation.attached.append(chat_part(path, modality))
-        self._note(f"attached {modality} {path.name}, {path.stat().st_size:,} bytes; now ask")
+        """None attaches a file as what its bytes are."""
+        found, part = recognised_part(path, modality)
+        self._conversation.attached.append(Attachment(path.name, found, part))
+        self._note(f"attached {found} {path.name}, {path.stat().st_size:,} bytes; now ask")
+
+    def _keep_or_drop(self, error: ChatFailed) -> None:
+        """A message that was refused would be refused for ever with what may be at fault."""
+        attached = self._conversation.attached
+        if attached and isinstance(error, MessageRefused):
+            self._note(f"no longer attached: {_names(attached)}")
+            attached.clear()
+        elif attached:
+            self._note(f"still attached: {_names(attached)}")
+
+    def _detach(self, rest: str) -> None:
+        attached = self._conversation.attached
+        taken = [attachment for attachment in attached if rest in ("", attachment.name)]
+        if not taken:
+            raise CommandFailed(
+                f"{rest} is not attached; attached: {_names(attached)}" if attached and rest else "nothing is attached"
+            )
+        self._conversation.attached = [attachment for attachment in attached if attachment not in taken]
+        self._note(f"no longer attached: {_names(taken)}")
 
     def _system(self, rest: str) -> None:
         if not rest:
@@ -221,6 +253,7 @@ class Repl:
         "/image": _image,
         "/video": _video,
         "/audio": _audio,
+        "/detach": _detach,
         "/system": _system,
         "/think": _think,
         "/reset": _reset,
@@ -246,6 +279,10 @@ class Repl:
     def _write(self, text: str) -> None:
         self._out.write(text)
         self._out.flush()
+
+
+def _names(attached: Sequence[Attachment]) -> str:
+    return ", ".join(attachment.name for attachment in attached)
 
 
 def shown(piece: str) -> str:

@@ -27,6 +27,9 @@ _EXTRA_TYPES = {
     ".heic": "image/heic",
 }
 
+_NAMES = {Modality.IMAGE: "a picture", Modality.VIDEO: "a video", Modality.AUDIO: "a sound"}
+_MOVING_PICTURES = frozenset({"GIF", "WebP", "AVIF"})
+
 
 class MediaFileError(Exception):
     """A path that names no usable medium; the message says which and why."""
@@ -104,12 +107,41 @@ def expand_paths(
     return found
 
 
+def recognised_part(path: Path, wanted: Modality | None) -> tuple[Modality, dict[str, Any]]:
+    """`chat_part` of a file whose bytes are what is wanted; of what they are, where that is None.
+
+    A video serves where a sound is wanted, and a moving picture where a video is. Raises MediaFileError.
+    """
+    # Only here: completion and help are quick.
+    from preprocess.recognise import modality_of as modality_of_content
+    from preprocess.sniff import sniff
+
+    content = _read(path)
+    kind, found = sniff(content), modality_of_content(content)
+    if found is None:
+        raise MediaFileError(f"{path_text(path)}: is no picture, video or sound but {kind}")
+    serves = wanted is None or found is wanted
+    serves |= (wanted, found) == (Modality.AUDIO, Modality.VIDEO)
+    serves |= (wanted, found) == (Modality.VIDEO, Modality.IMAGE) and kind in _MOVING_PICTURES
+    if not serves:
+        raise MediaFileError(f"{path_text(path)}: is {_NAMES[found]} ({kind}): attach it as {found.value}")
+    modality = wanted or found
+    return modality, _part(path, modality, content)
+
+
 def chat_part(path: Path, modality: Modality) -> dict[str, Any]:
-    """The file as a content part of a chat message, its bytes in a data: URL."""
+    """The file as a content part of a chat message, its bytes in a data: URL. Raises MediaFileError."""
+    return _part(path, modality, _read(path))
+
+
+def _read(path: Path) -> bytes:
     try:
-        content = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise MediaFileError(f"{path_text(path)}: {os_words(error)}") from error
+
+
+def _part(path: Path, modality: Modality, content: bytes) -> dict[str, Any]:
     kind = media_type(path) or f"{modality}/octet-stream"
     url = f"data:{kind};base64,{base64.b64encode(content).decode()}"
     return {"type": f"{modality}_url", f"{modality}_url": {"url": url}}

@@ -100,7 +100,7 @@ def plan(
         _require(flag, value, allowed)
     if memory is not None and gpu is not None:
         raise ConfigError(f"--gpu is {gpu} and --memory is {memory}; give one")
-    gpu_name = None if memory is not None else gpu or _DEFAULT_GPU
+    gpu_name = None if memory is not None else (gpu or _DEFAULT_GPU).lower()
     _require("--gpu", gpu_name, (None, *GPUS))
     inspection, directory = _inspected(model)
     engine = EngineConfig(model_dir=directory, model_name=model, role=Role.BOTH)

@@ -110,22 +110,52 @@ def kv_layout(inspection: Inspection, *, tp: int, dtype: str, page_size: int, nu
 
 
 def plan_worker_memory(inspection: Inspection, asked: Asked) -> WorkerMemory:
-    """With `asked.tp`, or the fewest GPUs that do; the most there are to choose from where none does."""
+    """With `asked.tp`, or the fewest GPUs that do; the most there are to choose from where none does.
+
+    Raises ValueError for a number of GPUs that the model's heads cannot be shared out to.
+    """
     parts = weight_bytes_by_part(inspection, asked.weights)
     if asked.tp is not None:
+        if num_left := _heads_left(inspection, asked.tp):
+            shown = ", ".join(str(tp) for tp in TP_CHOICES if not _heads_left(inspection, tp))
+            raise ValueError(f"--tp is {asked.tp}; the model's {num_left} heads are shared out to {shown} GPUs")
         return _worker(inspection, parts, asked, asked.tp)
-    for tp in TP_CHOICES:
+    for tp in tp_choices(inspection):
         found = _worker(inspection, parts, asked, tp)
         if found.fits:
             break
     return found
 
 
-def _worker(inspection: Inspection, parts: Mapping[str, int], asked: Asked, tp: int) -> WorkerMemory:
-    language = {part: size_bytes for part, size_bytes in parts.items() if part not in _TOWERS}
-    weight_bytes = sum(
-        size_bytes if part in _ON_EVERY_GPU else -(-size_bytes // tp) for part, size_bytes in language.items()
+def tp_choices(inspection: Inspection) -> list[int]:
+    """GPUs that a worker of this model can have; 1 at least."""
+    return [tp for tp in TP_CHOICES if not _heads_left(inspection, tp)]
+
+
+def _heads_left(inspection: Inspection, tp: int) -> int | None:
+    """A number of heads that `tp` does not divide; None where it divides those of every layer."""
+    counts = sorted({layer.attention.num_heads for layer in inspection.inventory.config.layers})
+    return next((count for count in counts if count % tp), None)
+
+
+def fewest_for_weights(inspection: Inspection, asked: Asked) -> int | None:
+    """GPUs a worker beside whose share of the weights there is room for anything; None where no number of them do."""
+    parts = weight_bytes_by_part(inspection, asked.weights)
+    usable_bytes = int(asked.gpu_memory_bytes * asked.usable_share)
+    return next((tp for tp in tp_choices(inspection) if _share_bytes(parts, tp) < usable_bytes), None)
+
+
+def _share_bytes(parts: Mapping[str, int], tp: int) -> int:
+    """Weights on each of `tp` GPUs."""
+    return sum(
+        size_bytes if part in _ON_EVERY_GPU else -(-size_bytes // tp)
+        for part, size_bytes in parts.items()
+        if part not in _TOWERS
     )
+
+
+def _worker(inspection: Inspection, parts: Mapping[str, int], asked: Asked, tp: int) -> WorkerMemory:
+    weight_bytes = _share_bytes(parts, tp)
     layout = kv_layout(inspection, tp=tp, dtype=asked.dtype, page_size=asked.page_size)
     budget_bytes = int(asked.gpu_memory_bytes * asked.usable_share) - weight_bytes
     running_bytes = running_sequence_bytes(layout, asked)

@@ -4,11 +4,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from cli.plan_memory import (
-    TP_CHOICES,
     Asked,
     WorkerMemory,
+    fewest_for_weights,
     sequence_bytes,
     tower_bytes,
+    tp_choices,
 )
 from cli.plan_units import GPUS, gib
 from cli.plan_work import StageWork, Workload, healing, replica_ratio, transfer_bytes
@@ -47,7 +48,7 @@ def build_report(inspection: Inspection, question: Question, memory: WorkerMemor
             "bandwidth_gb_per_s": None if gpu is None else gpu.bandwidth_gb_per_s,
         },
         "fits": memory.fits,
-        "why_not": None if memory.fits else why_not(memory, asked),
+        "why_not": None if memory.fits else why_not(inspection, memory, asked),
         "weights": {
             "held_as": asked.weights,
             "total_bytes": sum(parts.values()),
@@ -67,20 +68,33 @@ def build_report(inspection: Inspection, question: Question, memory: WorkerMemor
     }
 
 
-def why_not(memory: WorkerMemory, asked: Asked) -> str:
-    """In one sentence, with a way out."""
+def why_not(inspection: Inspection, memory: WorkerMemory, asked: Asked) -> str:
+    """In one sentence, with what would help."""
+    tp = memory.tp
+    more_gpus = [choice for choice in tp_choices(inspection) if choice > tp]
     if memory.kv_budget_bytes <= 0:
         usable = gib(asked.gpu_memory_bytes * asked.usable_share)
-        reason = f"weights take {gib(memory.weight_bytes)} of each GPU's usable {usable} at --tp {memory.tp}"
-    elif memory.num_sequences < memory.num_running:
+        fewest = fewest_for_weights(inspection, asked)
+        ways = [] if fewest is None else [f"{fewest} GPUs a worker (--tp {fewest})"]
+        needed_bytes = memory.weight_bytes / asked.usable_share
+        ways.append(f"GPUs of more than {gib(needed_bytes)} (--gpu, --memory)")
+        reason = f"weights take {gib(memory.weight_bytes)} of each GPU's usable {usable} at --tp {tp}"
+        return f"this does not fit: {reason}; take {_either(ways)}"
+    if memory.num_sequences < memory.num_running:
         reason = (
             f"{memory.num_sequences} sequences of {asked.context_tokens:,} tokens fit beside the weights at --tp "
-            f"{memory.tp}, not {memory.num_running}"
+            f"{tp}, not {memory.num_running}"
         )
     else:
         reason = memory.too_small or "the pools do not fit"
-    more = "more GPUs a worker (--tp), " if memory.tp < TP_CHOICES[-1] else ""
-    return f"this does not fit: {reason}; take {more}a shorter --context or a lower --concurrency"
+    ways = [f"more GPUs a worker (--tp {more_gpus[0]})"] if more_gpus else []
+    ways += ["a shorter --context", "a smaller --chunk"] if not memory.num_sequences else ["a shorter --context"]
+    ways += ["a lower --concurrency"] if memory.num_running > 1 else []
+    return f"this does not fit: {reason}; take {_either(ways)}"
+
+
+def _either(ways: list[str]) -> str:
+    return " or ".join([", ".join(ways[:-1]), ways[-1]] if len(ways) > 1 else ways)
 
 
 def _kv(inspection: Inspection, asked: Asked, memory: WorkerMemory) -> dict[str, Any]:

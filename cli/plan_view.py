@@ -15,9 +15,7 @@ def show(report: dict[str, Any], console: Console | None = None) -> None:
     """Print a report made by `cli.plan_report.build_report`."""
     console = console or Console(highlight=False, soft_wrap=True)
     gpu, worker = report["gpu"], report["worker"]
-    name = gpu["name"] or f"a GPU of {gib(gpu['memory_bytes'])}"
-    gpus = f"{worker['tp']} x {name}" if worker["tp"] > 1 else name
-    console.print(Text(printable(report["model"]), style="bold"), f"on {gpus}, {gib(gpu['memory_bytes'])} each\n")
+    console.print(Text(printable(report["model"]), style="bold"), f"on {_gpus(gpu, worker['tp'])}\n")
     _show_memory(console, report)
     _show_kv(console, report["kv"], report["healing"])
     if not report["fits"]:
@@ -33,6 +31,14 @@ def show(report: dict[str, Any], console: Console | None = None) -> None:
     words = " ".join(f"--set {key}={value}" for key, value in report["settings"].items())
     console.print(Text("Settings", style="bold"), "of a worker")
     console.print(f"  mimo serve {words}", markup=False)
+
+
+def _gpus(gpu: dict[str, Any], tp: int) -> str:
+    """h200, 140.4 GiB; 4 x h200, 140.4 GiB each; a GPU of 80.0 GiB; 4 GPUs of 80.0 GiB."""
+    size = gib(gpu["memory_bytes"])
+    if not gpu["name"]:
+        return f"{tp} GPUs of {size}" if tp > 1 else f"a GPU of {size}"
+    return f"{tp} x {gpu['name']}, {size} each" if tp > 1 else f"{gpu['name']}, {size}"
 
 
 def _show_memory(console: Console, report: dict[str, Any]) -> None:

@@ -237,12 +237,33 @@ def test_files_are_attached(tmp_path: Path) -> None:
         terminal.answer(f'"{ROOT}/samples/tones.wav"', "attached audio tones.wav")
         terminal.answer("/video nowhere.mp4", "error: nowhere.mp4: No such file or directory")
         terminal.answer("/video", "error: /video needs a file")
+        terminal.answer("/image README.md", "error: README.md: is no picture, video or sound but text")
+        terminal.answer("/image samples/tones.wav", "tones.wav: is a sound (WAV): attach it as audio")
         terminal.answer("what is there?", "of 1")
         kinds = [part["type"] for part in fake.bodies[-1]["messages"][0]["content"]]
         assert kinds == ["image_url", "image_url", "audio_url", "text"]
         terminal.answer("and now?", "of 3")
         assert fake.bodies[-1]["messages"][-1]["content"] == "and now?"
         assert terminal.close() == 0
+
+
+def test_files_are_taken_back_and_dropped_with_a_message_that_is_refused(tmp_path: Path) -> None:
+    with talking(tmp_path) as (terminal, fake):
+        terminal.answer("/detach", "error: nothing is attached")
+        terminal.answer("/image samples/picture.png", "attached image picture.png")
+        terminal.answer("/audio samples/tones.wav", "attached audio tones.wav")
+        terminal.answer("/detach other.png", "error: other.png is not attached; attached: picture.png, tones.wav")
+        terminal.answer("/detach picture.png", "no longer attached: picture.png")
+        terminal.answer("this must fail", "no longer attached: tones.wav")
+        terminal.answer("go on", "of 1")
+        assert fake.bodies[-1]["messages"][-1]["content"] == "go on"
+        assert terminal.close() == 0
+
+
+@pytest.mark.parametrize(("span_s", "rate"), [(0.0003, None), (2.0, 4.0)])
+def test_a_burst_has_no_rate(span_s: float, rate: float | None) -> None:
+    reply = Reply(ttft_s=1.0, total_s=1.0 + span_s, usage={"completion_tokens": 9})
+    assert reply.tokens_per_s == rate
 
 
 def test_several_lines(tmp_path: Path) -> None:

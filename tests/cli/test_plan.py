@@ -133,6 +133,21 @@ def test_what_does_not_fit_is_said_with_a_way_out() -> None:
     assert report["settings"] is None
 
 
+def test_weights_without_room_are_helped_by_what_makes_room() -> None:
+    why = planned("mimo-v2.5", "--gpu", "l4", "--tp", "2", exit_code=1)["why_not"]
+    assert "--tp 16" in why
+    assert "--context" not in why
+    one = planned("mimo-nano", "--memory", "1MiB", "--context", "1k", "--tp", "1", exit_code=1)["why_not"]
+    assert "GPUs of more than" in one
+    assert "--context" not in one
+
+
+def test_gpus_are_named_in_any_case_and_sized_once() -> None:
+    assert planned("mimo-v2.5", "--gpu", "H100")["gpu"]["name"] == "h100"
+    said = CliRunner().invoke(app, ["plan", "mimo-nano", "--memory", "1GiB", "--context", "2k"]).stdout
+    assert said.startswith("mimo-nano on a GPU of 1.0 GiB\n")
+
+
 def test_transfer_is_all_full_pages_and_the_live_window() -> None:
     transfer = planned("mimo-v2.5", "--prompt", "1000", "--link", "400Gb/s")["transfer"]
     # 1,000 tokens are 63 pages; the window's 127 tokens are 8 pages before the last whole one, page 62.
@@ -232,6 +247,7 @@ def test_memory_alone_gives_no_seconds() -> None:
         (("mimo-v2.5-pro", "--images", "1"), "no pictures"),
         (("smollm2-nowhere", "--audio-seconds", "1"), "MODEL is"),
         (("mimo-v2.5", "--plot", "kv.txt"), ".png"),
+        (("mimo-v2.5", "--tp", "3"), "64 heads are shared out to 1, 2, 4, 8, 16, 32, 64 GPUs"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(words: tuple[str, ...], said: str) -> None:
