@@ -138,13 +138,12 @@ class AnswerState:
         sampling = self.sampling
         if sampling.has_penalties:
             logits_V = penalised(logits_V, sampling, self._counts, self._question)
-        if index < sampling.min_tokens:
-            logits_V = without(logits_V, end_token_ids)
-        if self._matcher is None:
-            return logits_V
-        masked_V = logits_V.masked_fill(~_mask(self._matcher, logits_V), float("-inf"))
-        # Where the grammar only allows to end, the answer ends.
-        return without(masked_V, end_token_ids) if sampling.ignore_eos or index < sampling.min_tokens else masked_V
+        goes_on = index < sampling.min_tokens
+        if self._matcher is not None:
+            goes_on |= sampling.ignore_eos
+            logits_V = logits_V.masked_fill(~_mask(self._matcher, logits_V), float("-inf"))
+        # Of what the grammar allows: where that is only the end, the answer ends.
+        return without(logits_V, end_token_ids) if goes_on else logits_V
 
     def _roll_back(self, num_tokens: int) -> None:
         if num_tokens == 0:

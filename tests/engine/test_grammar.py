@@ -88,6 +88,17 @@ def test_an_end_of_the_client_ends_a_grammar_too(table: TokenTable) -> None:
     assert allowed(Answers(grammars, (END,), max_states=1), spaces, a) == [126, END]
 
 
+@pytest.mark.parametrize("is_biased", [True, False])
+def test_what_must_go_on_ends_with_its_grammar(table: TokenTable, is_biased: bool) -> None:
+    """`min_tokens` takes the end away only where the grammar has something else."""
+    answers = Answers(Grammars(lambda: table, (END,)), (END,), max_states=1)
+    biased = ((END, -100.0),) if is_biased else ()
+    sampling = SamplingParams(max_tokens=9, min_tokens=9, grammar='start: "a" | "ab"', logit_bias=biased)
+    a, b = table.encode("a"), table.encode("b")
+    assert allowed(answers, sampling, a) == b
+    assert allowed(answers, sampling, [*a, *b]) == [END]
+
+
 def test_few_states_are_kept(table: TokenTable) -> None:
     answers = Answers(Grammars(lambda: table, (END,)), (END,), max_states=3)
     sampling = SamplingParams(max_tokens=9, grammar="start: /a+/")

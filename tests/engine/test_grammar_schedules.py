@@ -25,6 +25,9 @@ LIST = 'start: "[" item ("," item){0,9} "]"\nitem: "true" | /[0-9]{1,3}/ | "{" /
 MANNERS: tuple[dict[str, object], ...] = (
     {"grammar": LIST},
     {"grammar": LIST, "temperature": 1.3, "seed": 4, "ignore_eos": True, "stop_token_ids": (END,)},
+    # Some come to their end before the ninth token.
+    {"grammar": LIST, "temperature": 1.2, "seed": 6, "min_tokens": 9},
+    {"grammar": 'start: "12" | "ab" | "12ab"', "temperature": 1.0, "seed": 5, "min_tokens": 14},
     {"grammar": "start: /[a-c]*/", "temperature": 1.0, "seed": 1, "repetition_penalty": 1.4},
     {"temperature": 0.8, "seed": 2, "frequency_penalty": 1.5, "presence_penalty": -0.5, "ignore_eos": True},
     {"repetition_penalty": 1.8, "logit_bias": ((40, 3.0), (41, -100.0)), "min_tokens": 9},
@@ -68,7 +71,7 @@ def test_the_manners_are_no_idle_words(speaking: Checkpoint, oracle: Oracle) -> 
         assert any(differ)
         if "grammar" in words:
             text = b"".join(spelled[token] for token in oracle(0, manner))
-            assert text[:1] == b"[" or set(text) <= set(b"abc")
+            assert text[:1] == b"[" or set(text) <= set(b"abc12")
 
 
 @pytest.mark.parametrize("block", range(6))
@@ -130,6 +133,18 @@ def bench_of(make_bench: MakeBench, speaking: Checkpoint, **params: object) -> B
 
 def test_an_answer_ends_with_its_grammar_whatever_ignores_ends(make_bench: MakeBench, speaking: Checkpoint) -> None:
     bench = bench_of(make_bench, speaking, grammar='start: "12" "ab"', ignore_eos=True, stop_token_ids=(END,))
+    spelled = load_token_table(speaking.folder).spelled
+    assert b"".join(spelled[token] for token in bench.answers["r"]) == b"12ab"
+    assert bench.finishes["r"].reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 2])
+def test_an_answer_that_is_to_be_longer_ends_with_its_grammar(
+    make_bench: MakeBench, speaking: Checkpoint, draft_tokens: int
+) -> None:
+    bench = make_bench(checkpoint=speaking, draft_tokens=draft_tokens)
+    bench.submit(make_request("r", PROMPTS[0], max_tokens=20, min_tokens=15, grammar='start: "12" | "12ab"'))
+    bench.run()
     spelled = load_token_table(speaking.folder).spelled
     assert b"".join(spelled[token] for token in bench.answers["r"]) == b"12ab"
     assert bench.finishes["r"].reason is FinishReason.STOP
