@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 
 _LISTENS = "0A"
+_STAGE = "cli.stage"
+_MAX_GENERATIONS = 4
 
 
 def port_owner(port: int, proc: Path = Path("/proc")) -> str | None:
@@ -17,12 +19,41 @@ def port_owner(port: int, proc: Path = Path("/proc")) -> str | None:
             continue
         try:
             if any(os.readlink(link) in wanted for link in (entry / "fd").iterdir()):
-                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                return f"{' '.join(word for word in words if word)[:100]} (pid {entry.name})"
+                return _named(int(entry.name), proc)
         except OSError:
             # Another user's, or gone meanwhile.
             continue
     return None
+
+
+def _named(pid: int, proc: Path) -> str:
+    """A stage is named by the `mimo serve` that keeps it, which is what a person ends. Raises OSError."""
+    words = _words(pid, proc)
+    for _ in range(_MAX_GENERATIONS):
+        if _STAGE not in words:
+            break
+        try:
+            # After the name, which may hold anything: state, parent.
+            parent = int((proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+            words, pid = _words(parent, proc), parent
+        except (OSError, IndexError, ValueError):
+            # Its supervisor is gone, and it will be soon.
+            break
+    return f"{_shown(words)[:100]} (pid {pid})"
+
+
+def _words(pid: int, proc: Path) -> list[str]:
+    """Raises OSError."""
+    raw = (proc / str(pid) / "cmdline").read_bytes().decode(errors="replace")
+    return [word for word in raw.split("\0") if word]
+
+
+def _shown(words: list[str]) -> str:
+    """`mimo serve`, whichever interpreter runs it from wherever."""
+    for index, word in enumerate(words[:4]):
+        if word.rpartition("/")[2] == "mimo" or (index and words[index - 1 : index + 1] == ["-m", "cli"]):
+            return " ".join(["mimo", *words[index + 1 :]])
+    return " ".join(words)
 
 
 def _listening(port: int, proc: Path) -> set[str]:

@@ -176,6 +176,29 @@ def test_a_taken_port_names_its_process() -> None:
     assert port_owner(port) is None
 
 
+@pytest.mark.parametrize(
+    ("supervisor", "shown"),
+    [
+        (["/venv/bin/python", "/venv/bin/mimo", "serve", "--mode", "epd"], "mimo serve --mode epd (pid 40)"),
+        (["python", "-m", "cli", "serve"], "mimo serve (pid 40)"),
+        (None, "python -m cli.stage gateway (pid 50)"),
+    ],
+)
+def test_a_stage_is_named_by_its_supervisor(tmp_path: Path, supervisor: list[str] | None, shown: str) -> None:
+    fields = f"0: 0100007F:{8000:04X} 00000000:0000 0A 0:0 0:0 0 0 0 777"
+    (tmp_path / "net").mkdir()
+    (tmp_path / "net" / "tcp").write_text(f"header\n{fields}\n")
+    stage = tmp_path / "50"
+    (stage / "fd").mkdir(parents=True)
+    (stage / "fd" / "3").symlink_to("socket:[777]")
+    (stage / "cmdline").write_bytes(b"python\0-m\0cli.stage\0gateway\0")
+    (stage / "stat").write_text("50 (a (name) S 1) S 40 50 50")
+    if supervisor is not None:
+        (tmp_path / "40").mkdir()
+        (tmp_path / "40" / "cmdline").write_bytes("\0".join(supervisor).encode())
+    assert port_owner(8000, tmp_path) == shown
+
+
 @contextmanager
 def answering(reply: bytes) -> Iterator[int]:
     """A server that answers its first caller."""
