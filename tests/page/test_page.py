@@ -22,6 +22,9 @@ async def test_a_dropped_medium_is_shown_sent_and_answered_right(browser: Browse
         await visit.attached(1)
         tag = {"image": "img", "video": "video", "audio": "audio"}[sample.modality]
         await visit.page.wait_for_selector(f"#attachments {tag}")
+        # What cannot be seen has a name.
+        role = "img" if tag == "img" else "group"
+        assert await visit.page.get_by_role(role, name=f"{sample.modality}: {name}", exact=True).count() == 1
         assert await visit.ask(sample.question) == sample.answer
         assert await visit.page.locator("#attachments li").count() == 0
         assert await visit.page.locator(f".turn.user {tag}").count() == 1

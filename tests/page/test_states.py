@@ -112,9 +112,13 @@ async def test_a_key_is_asked_for_used_and_forgotten(browser: Browser) -> None:
         page = visit.page
         await page.goto(stack.url + "/")
         await page.wait_for_selector("#key-dialog[open]")
+        await page.fill("#key", "schlüssel 😀")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector("#key-fault:has-text('\"ü\" in it')")
         await page.fill("#key", "wrong-key")
         await page.keyboard.press("Enter")
         await page.wait_for_selector("#key-text:has-text('did not take this key')")
+        assert await page.evaluate("JSON.stringify(sessionStorage)") == "{}"
         await page.fill("#key", "right-key")
         await page.click("#key-use")
         await page.wait_for_selector("#pulse:has-text('live')")
@@ -123,6 +127,19 @@ async def test_a_key_is_asked_for_used_and_forgotten(browser: Browser) -> None:
         kept = await page.evaluate("[JSON.stringify(localStorage), JSON.stringify(sessionStorage)]")
         assert "right-key" not in kept[0]
         assert "right-key" in kept[1]
+        # What an earlier page may have kept, and a key that is taken back.
+        await page.evaluate("sessionStorage.setItem('mimo.key', 'schl\\u00fcssel')")
+        await page.reload()
+        await page.wait_for_selector("#key-dialog[open]")
+        await page.fill("#key", "right-key")
+        await page.click("#key-use")
+        await page.wait_for_selector("#pulse:has-text('live')")
+        await page.click("#open-settings")
+        await page.click("#change-key")
+        await page.fill("#key", "wrong-key")
+        await page.click("#key-use")
+        await page.wait_for_selector("#key-text:has-text('did not take this key')")
+        assert await page.evaluate("JSON.stringify(sessionStorage)") == "{}"
         # Another client sees the pipeline, and not this one's request.
         async with stack.session.get("/v1/pipeline", headers={"Authorization": "Bearer other-key"}) as response:
             other = await response.json()
@@ -193,10 +210,15 @@ async def test_a_stopped_answer_keeps_what_came_and_the_worker_hears(browser: Br
 
 async def test_the_page_says_that_the_server_is_gone_and_finds_it_again(browser: Browser) -> None:
     allowed = (REFUSED, "ERR_CONNECTION_REFUSED")
-    async with running_gateway() as stack, visiting(browser, stack.url, allowed=allowed) as visit:
+    phone = {"width": 320, "height": 640}
+    async with running_gateway() as stack, visiting(browser, stack.url, allowed=allowed, viewport=phone) as visit:
         await visit.open()
+        assert await visit.page.evaluate("document.documentElement.scrollWidth") <= phone["width"]
+        assert not await visit.page.locator("#gone").is_visible()
         await visit.context.set_offline(True)
         await visit.page.wait_for_selector("#pulse:has-text('the server is gone')")
+        # Beside the question too: the other pane is out of sight.
+        await visit.page.wait_for_selector("#composer #gone:has-text('The server is gone')")
         await visit.ask("hello")
         assert "The server does not answer." in await visit.page.inner_text(".fault")
         await visit.context.set_offline(False)
@@ -271,6 +293,9 @@ async def test_files_that_are_no_media_are_refused_by_name_and_text_goes_into_th
         await visit.open()
         await visit.page.set_input_files("#files", {"name": "a.pdf", "mimeType": "application/pdf", "buffer": b"%PDF"})
         await visit.page.wait_for_selector("#notice:has-text('a.pdf')")
+        await visit.page.set_input_files("#files", {"name": "b.png", "mimeType": "image/png", "buffer": b""})
+        await visit.page.wait_for_selector("#notice:has-text('nothing in it: b.png')")
+        assert await visit.page.locator("#attachments li").count() == 0
         text = {"name": "a.txt", "mimeType": "text/plain", "buffer": b"some words"}
         await visit.page.set_input_files("#files", text)
         await visit.until("document.getElementById('question').value === 'some words'")
@@ -316,3 +341,82 @@ async def test_events_are_read_wherever_they_are_cut(browser: Browser) -> None:
             }"""
         )
         assert found == [['{"a": "hä😀"}', "one\ntwo", "x\ny", "[DONE]"]]
+
+
+MARKDOWN = """| name | size |
+| --- | ---: |
+| **a** | 1 \\| 2 |
+| <b> | 3 |
+
+1. one
+   - inner *a*
+     - inmost
+   - inner b
+
+2. two
+after
+
+- x
++ y"""
+
+
+async def test_tables_and_lists_within_lists_are_nodes(browser: Browser) -> None:
+    async with running_gateway(says(MARKDOWN)) as stack, visiting(browser, stack.url) as visit:
+        await visit.open()
+        await visit.ask("hello")
+        body = visit.answers.nth(0).locator(".body").first
+        assert await body.locator("th").all_inner_texts() == ["name", "size"]
+        assert await body.locator("td").all_inner_texts() == ["a", "1 | 2", "<b>", "3"]
+        assert await body.locator("td strong").count() == 1
+        assert await body.locator("td[data-align=right]").count() == 2
+        assert await body.locator("ol > li").count() == 2
+        assert await body.locator("ol > li > ul > li").count() == 2
+        assert await body.locator("ol > li > ul > li > ul > li").all_inner_texts() == ["inmost"]
+        assert await body.locator("ul:not(li ul) > li").all_inner_texts() == ["x", "y"]
+        assert await body.locator("p").all_inner_texts() == ["after"]
+
+
+async def test_a_file_the_server_does_not_take_is_refused_as_it_is_attached(browser: Browser) -> None:
+    """By the server's own word, and from then on without asking it; both name the setting."""
+    limit = 5 << 20
+    large = {"name": "large.png", "mimeType": "image/png", "buffer": b"x" * (limit + 1)}
+    said = f"the file is larger than this server takes: {limit} bytes (gateway.file_max_bytes)"
+    error = {"message": said, "code": "file_too_large", "type": "invalid_request_error", "param": None}
+    async with running_gateway() as stack, visiting(browser, stack.url, allowed=(REFUSED,)) as visit:
+        await visit.page.route("**/v1/files", lambda route: route.fulfill(status=413, json={"error": error}))
+        await visit.open()
+        for words in ('"large.png": the file is larger', "this server takes 5.0 MiB at most"):
+            await visit.page.set_input_files("#files", large)
+            await visit.page.wait_for_selector(f"#notice:has-text('{words}')")
+            assert "gateway.file_max_bytes" in await visit.page.inner_text("#notice")
+            assert await visit.page.locator("#attachments li").count() == 0
+        assert visit.asked.count("/v1/files") == 1
+
+
+async def test_faults_name_files_and_settings_and_count_what_was_computed(browser: Browser) -> None:
+    async with running_gateway() as stack, visiting(browser, stack.url) as visit:
+        await visit.open()
+        found = await visit.page.evaluate(
+            """async () => {
+              const { ApiError } = await import("/page/api.js");
+              const { waterfall } = await import("/page/waterfall.js");
+              const names = new Map([["messages[0].content[0]", "picture.png"]]);
+              const fault = (values) => new ApiError({ code: "x", ...values }).naming(names);
+              const place = "messages[0].content[0].image_url";
+              const bad = fault({ status: 400, message: `${place} is damaged`, param: place });
+              const receipt = { duration_s: 1, first_token_s: null, completion_tokens: 0, prompt_tokens: 58, steps: [],
+                status: 422, media_tokens: {}, cached_media: 0, num_attempts: 1,
+                cache_tokens: { l1: 0, l2: 0, l3: 0, healed: 0 } };
+              const text = (values) => waterfall({ ...receipt, ...values }).map((node) => node.textContent).join(" ");
+              return { message: bad.message, hint: bad.hint,
+                body: fault({ status: 413, message: "the body is larger than this server takes: 9 bytes" }).hint,
+                file: fault({ status: 413, message: "too large: 9 bytes (gateway.file_max_bytes)" }).hint,
+                failed: text({}), answered: text({ status: 200 }) };
+            }"""
+        )
+        assert found["message"] == '"picture.png" is damaged'
+        assert found["hint"] == "Remove the file or take another."
+        assert "gateway.max_body_bytes" in found["body"]
+        assert "gateway.file_max_bytes" in found["file"]
+        assert "computed" not in found["failed"]
+        assert "58 prompt tokens" in found["answered"]

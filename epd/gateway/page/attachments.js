@@ -1,7 +1,8 @@
 // Media on their way to a question: dropped, pasted, picked or recorded; shown with a button to take them back.
 
-import { deleteFile, uploadFile } from "./api.js";
+import { ApiError, deleteFile, largestFile, uploadFile } from "./api.js";
 import { byId, el, svg } from "./dom.js";
+import { bytes } from "./format.js";
 
 const BY_ENDING = {
   image: ["png", "jpg", "jpeg", "webp", "gif", "bmp", "tif", "tiff", "avif", "jp2", "ico", "heic", "heif", "ppm", "pgm"],
@@ -31,9 +32,11 @@ export class Medium {
     this.address = URL.createObjectURL(file);
     this.data = null;
     this.fileId = null;
+    this.uploading = null;
+    this.isReleased = false;
   }
 
-  /** A node that shows it; a name where the browser cannot. */
+  /** A node that shows it and names it; its name alone where the browser cannot show it. */
   view({ controls }) {
     const words = `${this.kind}: ${this.file.name}`;
     const node =
@@ -41,18 +44,42 @@ export class Medium {
         ? el("img", { src: this.address, alt: words })
         : el(this.kind, { src: this.address, controls, preload: "metadata", "aria-label": words, muted: this.kind === "video" && !controls });
     node.addEventListener("error", () => node.replaceWith(el("span.file", { title: words }, this.file.name)), { once: true });
-    return node;
+    // Sounds and videos have no role, so that nothing would read their names.
+    return this.kind === "image" ? node : el("div.medium", { role: "group", "aria-label": words }, node);
   }
 
   /** Its part of a message. Read or uploaded once, whatever the length of the conversation. Rejects with ApiError. */
   async part(signal) {
     const type = `${this.kind}_url`;
-    if (this.file.size > MAX_INLINE_BYTES) {
-      this.fileId ??= await uploadFile(this.file, signal);
-      return { type, [type]: { file_id: this.fileId } };
+    if (this.isLarge) {
+      return { type, [type]: { file_id: await unlessAborted(this.upload(), signal) } };
     }
     this.data ??= await dataUrl(this.file);
     return { type, [type]: { url: this.data } };
+  }
+
+  /** Resolves to its id with the server. Rejects with ApiError. */
+  async upload() {
+    if (this.fileId) return this.fileId;
+    this.uploading ??= this.#upload();
+    return this.uploading;
+  }
+
+  get isLarge() {
+    return this.file.size > MAX_INLINE_BYTES;
+  }
+
+  async #upload() {
+    try {
+      this.fileId = await uploadFile(this.file);
+    } catch (error) {
+      if (error instanceof ApiError && error.status) error.message = `"${this.file.name}": ${error.message}`;
+      throw error;
+    } finally {
+      this.uploading = null;
+    }
+    if (this.isReleased) deleteFile(this.fileId);
+    return this.fileId;
   }
 
   /** The server no longer has it: the next question brings it again. */
@@ -62,8 +89,18 @@ export class Medium {
 
   release() {
     URL.revokeObjectURL(this.address);
+    this.isReleased = true;
     if (this.fileId) deleteFile(this.fileId);
   }
+}
+
+/** The upload goes on for the next question; who waits for it does not. */
+function unlessAborted(promise, signal) {
+  signal?.throwIfAborted();
+  return new Promise((resolve, reject) => {
+    signal?.addEventListener("abort", () => reject(signal.reason), { once: true });
+    promise.then(resolve, reject);
+  });
 }
 
 function dataUrl(file) {
@@ -105,17 +142,41 @@ export class Attachments {
 
   async add(files) {
     const refused = [];
+    const empty = [];
+    const large = [];
     const untaken = new Set();
     for (const file of files) {
       const kind = kindOf(file);
       if (kind === null || (kind === "text" && file.size > MAX_TEXT_BYTES)) refused.push(file.name);
+      else if (file.size === 0) empty.push(file.name);
       else if (kind === "text") this.insert(await file.text());
       else if (this.#taken !== null && !this.#taken.includes(kind)) untaken.add(kind);
-      else this.put(new Medium(file, kind));
+      else if (file.size > largestFile()) large.push(file.name);
+      else this.#bring(new Medium(file, kind));
     }
     const faults = [...untaken].map((kind) => `This model takes no ${kind}.`);
     if (refused.length) faults.push(`Not attached, since it is no picture, video or sound: ${refused.join(", ")}`);
+    if (empty.length) faults.push(`Not attached, since there is nothing in it: ${empty.join(", ")}`);
+    if (large.length) faults.push(`Not attached, since this server takes ${bytes(largestFile())} at most (gateway.file_max_bytes): ${large.join(", ")}`);
     this.say(faults.join(" "));
+  }
+
+  /** Large ones go to the server at once: whether it takes them is known before anything is asked about them. */
+  async #bring(medium) {
+    this.put(medium);
+    if (!medium.isLarge) return;
+    try {
+      await medium.upload();
+    } catch (error) {
+      // Of other faults the question tells, which tries again.
+      if (!(error instanceof ApiError) || ![400, 413, 415, 422].includes(error.status)) return;
+      const index = this.#media.indexOf(medium);
+      if (index < 0) return;
+      this.#media.splice(index, 1);
+      medium.release();
+      this.#show();
+      this.say(`Not attached. ${error.message} ${error.hint}`);
+    }
   }
 
   put(medium) {

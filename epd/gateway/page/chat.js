@@ -173,7 +173,9 @@ export class Chat {
     await this.#answer();
   }
 
+  /** The messages, and the names of files by their place in them. */
   async #messages(signal) {
+    const names = new Map();
     const messages = systemPrompt() ? [{ role: "system", content: systemPrompt() }] : [];
     for (const turn of this.#turns) {
       if (turn.role === "assistant") {
@@ -181,6 +183,7 @@ export class Chat {
       } else if (turn.role === "tool") {
         messages.push({ role: "tool", tool_call_id: turn.id, content: turn.text });
       } else if (turn.media.length) {
+        turn.media.forEach((medium, index) => names.set(`messages[${messages.length}].content[${index}]`, medium.file.name));
         const parts = await Promise.all(turn.media.map((medium) => medium.part(signal)));
         if (turn.text) parts.push({ type: "text", text: turn.text });
         messages.push({ role: "user", content: parts });
@@ -188,7 +191,7 @@ export class Chat {
         messages.push({ role: "user", content: turn.text });
       }
     }
-    return messages;
+    return { messages, names };
   }
 
   async #answer() {
@@ -223,25 +226,31 @@ export class Chat {
   }
 
   async #stream(signal, view, end) {
-    const messages = await this.#messages(signal);
+    const { messages, names } = await this.#messages(signal);
     const body = { model: this.model(), messages, stream: true, stream_options: { include_usage: true }, ...requestFields() };
-    await streamChat(body, { signal, onEvent: (event) => {
+    const onEvent = (event) => {
       end.answerId ??= event.id;
       const [choice] = event.choices ?? [];
       if (choice?.delta) view.take(choice.delta);
       if (choice?.finish_reason) end.reason = choice.finish_reason;
       if (event.usage) end.usage = event.usage;
       if (event.warnings) end.warnings = event.warnings;
-    } });
+    };
+    try {
+      await streamChat(body, { signal, onEvent });
+    } catch (error) {
+      throw error instanceof ApiError ? error.naming(names) : error;
+    }
   }
 
-  /** Asks for the key once where the server wants one. */
+  /** Asks for a key where the server wants one, until it has one or the person none. */
   async #withKey(attempt) {
-    try {
-      await attempt();
-    } catch (error) {
-      if (!(error instanceof ApiError) || error.status !== 401 || !(await this.needKey(error.message))) throw error;
-      await attempt();
+    for (;;) {
+      try {
+        return await attempt();
+      } catch (error) {
+        if (!(error instanceof ApiError) || error.status !== 401 || !(await this.needKey(error.message))) throw error;
+      }
     }
   }
 

@@ -1,6 +1,6 @@
 // Puts the page together.
 
-import { apiKey, getJson, setApiKey } from "./api.js";
+import { faultOfKey, getJson, setApiKey, wasKeyRefused } from "./api.js";
 import { Attachments, Medium, waveform } from "./attachments.js";
 import { Chat, grow } from "./chat.js";
 import { byId, el, svg } from "./dom.js";
@@ -19,19 +19,21 @@ function say(text) {
 
 /** Asks for an API key; resolves to whether one was given. Whoever asks meanwhile gets the same answer. */
 let asking = null;
-function needKey(why) {
+function needKey(why, title = "This server asks for an API key") {
   asking ??= new Promise((resolve) => {
     const dialog = byId("key-dialog");
     const field = byId("key");
-    byId("key-text").textContent = apiKey()
+    byId("key-title").textContent = title;
+    byId("key-fault").textContent = "";
+    byId("key-text").textContent = why && wasKeyRefused()
       ? `The server did not take this key: ${why}`
-      : "It is sent to this server alone and forgotten when the tab is closed.";
+      : "It is sent to this server alone, kept once the server has taken it, and forgotten when the tab is closed.";
     field.value = "";
     dialog.returnValue = "";
     dialog.addEventListener("close", () => {
       asking = null;
       const given = dialog.returnValue === "use" && field.value.trim();
-      if (given) setApiKey(field.value.trim());
+      if (given) setApiKey(given);
       field.value = "";
       resolve(Boolean(given));
     }, { once: true });
@@ -39,6 +41,18 @@ function needKey(why) {
     field.focus();
   });
   return asking;
+}
+
+byId("key-form").addEventListener("submit", (event) => {
+  const fault = faultOfKey(byId("key").value.trim());
+  byId("key-fault").textContent = fault ?? "";
+  if (fault === null) return;
+  event.preventDefault();
+  byId("key").focus();
+});
+
+async function changeKey() {
+  if (await needKey("", "Change the API key")) pipeline.hurry();
 }
 
 function sampleButton(sample) {
@@ -114,6 +128,7 @@ const microphone = setUpMicrophone({ attachments, say });
 setUpSettings();
 setUpTheme(svg);
 
+byId("change-key").addEventListener("click", changeKey);
 for (const node of document.querySelectorAll(".dismiss")) {
   node.addEventListener("click", () => node.closest("dialog").close(""));
 }

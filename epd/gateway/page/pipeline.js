@@ -109,6 +109,8 @@ export class PipelineView {
     if (pulse.dataset.state === state && pulse.textContent === words) return;
     pulse.dataset.state = state;
     pulse.textContent = words;
+    // Where the panes lie one below the other, this one is out of sight.
+    byId("gone").textContent = state === "gone" ? `${words[0].toUpperCase()}${words.slice(1)}.` : "";
   }
 
   #take(view) {

@@ -23,6 +23,8 @@ const STEPS = {
   "decode decode": "write answer",
 };
 const WAITS = new Set(["queue", "batch_wait", "encoder"]);
+// Tokens that came at once have no rate.
+const MIN_SPAN_S = 0.05;
 export const TIERS = [
   ["l1", "device"],
   ["l2", "host"],
@@ -35,8 +37,13 @@ export function waterfall(receipt) {
   return [
     about(receipt),
     ...(receipt.steps.length ? [steps(receipt)] : []),
-    ...(receipt.prompt_tokens ? [el("h4.subhead", {}, `${plural(receipt.prompt_tokens, "prompt token")}, by where they came from`), ...tokenBar(tiersOf(receipt))] : []),
+    ...(receipt.prompt_tokens && isComputed(receipt) ? [el("h4.subhead", {}, `${plural(receipt.prompt_tokens, "prompt token")}, by where they came from`), ...tokenBar(tiersOf(receipt))] : []),
   ];
+}
+
+/** A request that failed before prefill took its tokens from nowhere. */
+export function isComputed(receipt) {
+  return !isFailed(receipt) || receipt.first_token_s !== null || receipt.steps.some(({ stage, name }) => stage === "prefill" && name === "compute");
 }
 
 /** Tokens by tier. What was healed lies between what was cached and what was computed: no token is counted twice. */
@@ -50,7 +57,7 @@ function about(receipt) {
   if (receipt.first_token_s !== null) {
     facts.push([duration(receipt.first_token_s), "to the first token"]);
     const rest = receipt.duration_s - receipt.first_token_s;
-    if (receipt.completion_tokens > 2 && rest > 0) facts.push([count((receipt.completion_tokens - 1) / rest), "tokens/s after it"]);
+    if (receipt.completion_tokens > 2 && rest > MIN_SPAN_S) facts.push([count((receipt.completion_tokens - 1) / rest), "tokens/s after it"]);
   }
   if (receipt.completion_tokens) facts.push([count(receipt.completion_tokens), "tokens written"]);
   for (const [modality, tokens] of Object.entries(receipt.media_tokens)) if (tokens) facts.push([count(tokens), `${modality} tokens`]);
