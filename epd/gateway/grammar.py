@@ -12,10 +12,11 @@ it would refuse. Grammars that compiled are remembered by what was asked for.
 
 import json
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from llguidance import LLTokenizer
@@ -24,15 +25,20 @@ from xxhash import xxh3_128_hexdigest
 
 from epd.errors import InvalidRequest
 from epd.gateway.answer import THINK_CLOSE, THINK_OPEN
+from epd.gateway.grammar_faults import Unenforceable
 from epd.gateway.grammar_regex import literal, regex, without
-from epd.gateway.grammar_schema import Unenforceable, enforceable
+from epd.gateway.grammar_schema import enforceable
 from epd.gateway.grammar_tools import Rules, exact_function, loose_function
+from epd.gateway.grammar_words import parts
 from epd.gateway.toolcalls import CALL_CLOSE, CALL_OPEN
 from epd.gateway.vocabulary import Vocabulary
 from epd.token_table import ANSWER_TAGS, TokenTable, compile_grammar
 
 _MAX_REMEMBERED = 256
 _MAX_ASKED_BYTES = 256 << 10
+# Parts of a schema that are looked through for what is at fault, and for how long.
+_MAX_SEARCHED = 200
+_MAX_SEARCH_S = 0.5
 # Tokens of a made-up answer by which a grammar is tried.
 _NUM_TRIED = 4
 
@@ -157,25 +163,48 @@ class GrammarMaker:
     def _content(self, form: Form) -> dict[str, Any]:
         """The client's own, as a grammar that stands alone, and compiles."""
 
-        def refusal(why: str) -> InvalidRequest:
-            return InvalidRequest(f"{form.param} cannot be enforced: {why}", param=form.param)
-
+        refusal = partial(_refusal, form.param)
         content: dict[str, Any] = {"name": "content"}
         match form.kind:
             case "json":
                 try:
                     content["json_schema"] = enforceable(form.value, lenient=form.is_lenient)
                 except Unenforceable as error:
-                    where = f"{form.param}{error.path}"
-                    raise InvalidRequest(f"{where} cannot be enforced: {error}", param=where) from error
+                    raise _refusal(f"{form.param}{error.path}", str(error)) from error
             case "regex":
                 content["lark_grammar"] = f"start: {regex(form.value)}"
             case "choice":
                 content["lark_grammar"] = f"start: {' | '.join(map(literal, form.value))}"
             case "grammar":
                 content["lark_grammar"] = _lark(form.value, refusal)
-        self._compile(json.dumps({"grammars": [content]}, ensure_ascii=False), refusal)
+        try:
+            self._compile(json.dumps({"grammars": [content]}, ensure_ascii=False), refusal)
+        except InvalidRequest as error:
+            if form.kind == "json":
+                self._name_part(form)
+            raise error
         return content
+
+    def _name_part(self, form: Form) -> None:
+        """Raises InvalidRequest for the smallest part of a schema that is refused alone, too, if it is found soon."""
+        root = form.value if isinstance(form.value, Mapping) else {}
+        shared = {word: root[word] for word in ("$defs", "definitions") if word in root}
+        nested = sorted(parts(root), key=lambda item: -len(item[0]))
+        until_s = time.monotonic() + _MAX_SEARCH_S
+        for path, part in nested[:_MAX_SEARCHED]:
+            if time.monotonic() > until_s:
+                return
+            where = form.param + path
+            alone = {"type": "string", "pattern": part.get("pattern", "")}
+            for more, schema in ((".pattern", alone), ("", {**shared, **part})):
+                if more and "pattern" not in part:
+                    continue
+                refusal = partial(_refusal, where + more)
+                try:
+                    content = {"json_schema": enforceable(schema, lenient=form.is_lenient)}
+                    self._compile(json.dumps({"grammars": [content]}, ensure_ascii=False), refusal)
+                except Unenforceable:
+                    continue
 
     def _calls(self, rules: Rules, calls: Calls, *, with_text: bool) -> str:
         named = [self._function(rules, function, must_call=calls.must_call) for function in calls.functions]
@@ -200,8 +229,7 @@ class GrammarMaker:
                 self._check(alone, exact_function(alone, function.name, function.parameters))
             except Unenforceable as error:
                 if function.is_strict:
-                    where = f"{function.param}{error.path}"
-                    raise InvalidRequest(f"{where} cannot be enforced: {error}", param=where) from error
+                    raise _refusal(f"{function.param}{error.path}", str(error)) from error
             else:
                 return exact_function(rules, function.name, function.parameters)
         return loose_function(rules, function.name, function.parameters)
@@ -214,7 +242,13 @@ class GrammarMaker:
 
         for terminal, path in rules.probes:
             self._compile(f"start: V\nV: {terminal}", refusal(path))
-        self._compile("\n".join([f"start: {start}", *rules.lines]), refusal(""))
+        try:
+            self._compile("\n".join([f"start: {start}", *rules.lines]), refusal(""))
+        except Unenforceable:
+            # Of one argument, if it is.
+            for schema, path in rules.schemas:
+                self._compile(json.dumps({"grammars": [{"json_schema": schema}]}), refusal(path))
+            raise
 
     def _compile(self, grammar: str, refusal: Callable[[str], Exception]) -> None:
         """Raises what `refusal` makes of the reason."""
@@ -279,11 +313,23 @@ def _first_param(wish: Wish) -> str:
     return "tools" if len(wish.calls.functions) > 1 else wish.calls.functions[0].param
 
 
+def _refusal(where: str, why: str) -> InvalidRequest:
+    return InvalidRequest(f"{where} cannot be enforced: {why}", param=where)
+
+
 def _short(reason: str) -> str:
-    """Without the parser's inner state, and in words."""
+    """In words: without the parser's inner state, and regular expressions as it has them."""
     for mark in ("<state>", "<non-verbose/>"):
         reason = reason.partition(mark)[0]
-    return "nothing fits it" if reason.startswith("NoExtension") else " ".join(reason.split())[:400]
+    if reason.startswith("NoExtension") or "Unsatisfiable" in reason or "Regex is empty" in reason:
+        return "nothing fits it"
+    if "if regex is empty" in reason:
+        return "its pattern, format and lengths are too much together"
+    if "regex parse error" in reason:
+        return (
+            f"it is no regular expression that is supported: {' '.join(reason.rpartition('error:')[2].split())[:200]}"
+        )
+    return " ".join(reason.split())[:400]
 
 
 def _first_allowed(mask: bytes, ends: Sequence[int]) -> int | None:

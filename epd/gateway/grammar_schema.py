@@ -1,68 +1,42 @@
 """A client's JSON schema to one that can be enforced token by token, or the reason why not.
 
 What is written is never more than the schema allows, and sometimes less: keys that it does not name are left out where
-it names others, integers have at most 18 digits, and texts of a format the length that people give them. Inside a tool
-call (`in_tags`) no string or key spells a tag of the call format, which reads raw text, and numbers are no larger than
-a reader of them can hold.
+it names others, numbers are no larger and no finer than a reader of them can hold, and texts of a format have the
+length that people give them. Inside a tool call (`in_tags`) no string or key spells a tag of the call format, which
+reads raw text.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from epd.gateway.grammar_faults import Unenforceable
+from epd.gateway.grammar_numbers import MAX_NUMBER, NUMBER_WORDS, narrow_numbers
+from epd.gateway.grammar_options import Exclusion, check_exclusive, endless
 from epd.gateway.grammar_regex import FORMATS, TAG_FREE, has_tag
+from epd.gateway.grammar_words import (
+    ANNOTATIONS,
+    BRANCHES,
+    KNOWN,
+    LISTED,
+    LISTS,
+    MAPS,
+    SINGLES,
+    TYPES,
+    WORDS_OF,
+    check_shapes,
+    check_words,
+    has_grid,
+    may_close,
+    parts,
+    references,
+)
 
 SPACE_PATTERN = r" |\n {0,20}"
 """White space between the parts of a JSON answer: a blank, or a new line and what it is indented by. No more, so that a
 model cannot lose itself in it."""
 
-_MAX_INTEGER = 10**18
-_MAX_NUMBER = 1e15
 _ANY = "any-"
-# Keywords that say nothing about what is valid.
-ANNOTATIONS = frozenset(
-    [
-        "title",
-        "description",
-        "default",
-        "examples",
-        "example",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-        "$comment",
-        "$schema",
-        "$id",
-        "$anchor",
-        "$defs",
-        "definitions",
-        "discriminator",
-        "xml",
-        "externalDocs",
-        "strict",
-        "contentEncoding",
-        "contentMediaType",
-        "x-guidance",
-    ]
-)
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SINGLES = ("items", "additionalProperties")
-_OBJECT_WORDS = frozenset(("properties", "required", "additionalProperties", "patternProperties"))
-_WORDS_OF = {
-    "string": frozenset(("minLength", "maxLength", "pattern", "format")),
-    "number": frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")),
-    "array": frozenset(("items", "prefixItems", "minItems", "maxItems")),
-    "object": _OBJECT_WORDS | {"minProperties", "maxProperties"},
-}
-
-
-class Unenforceable(Exception):
-    """A part of a schema that cannot be enforced; `path` leads to it from the schema's root."""
-
-    def __init__(self, path: str, why: str) -> None:
-        super().__init__(why)
-        self.path = path
 
 
 def enforceable(schema: object, *, in_tags: bool = False, lenient: bool = False) -> dict[str, Any]:
@@ -73,113 +47,124 @@ def enforceable(schema: object, *, in_tags: bool = False, lenient: bool = False)
     if not isinstance(schema, Mapping):
         raise Unenforceable("", f"it is {json.dumps(schema)}; allowed: a JSON schema that something fits")
     check_shapes(schema)
-    _check_references(schema)
-    walker = _Walker(may_close=_may_close(schema), in_tags=in_tags)
+    for path, part in parts(schema):
+        check_words(part, path, schema, in_tags=in_tags, lenient=lenient)
+    reference = endless(schema, references(schema))
+    if reference is not None:
+        where = "".join(f".{step}" for step in reference[1:].split("/")[1:])
+        raise Unenforceable(where, "no document with an end fits it")
+    walker = _Walker(schema, in_tags=in_tags, lenient=lenient)
     result = walker.schema(schema, "")
     if walker.needs_any:
-        result["$defs"] = {**result.get("$defs", {}), _ANY: _anything()}
+        result["$defs"] = {**result.get("$defs", {}), _ANY: _anything(in_tags=in_tags)}
     options: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
     if not in_tags:
         options = {"whitespace_pattern": SPACE_PATTERN}
     return {**result, "x-guidance": {**options, "lenient": lenient}}
 
 
-def check_shapes(schema: object) -> None:
-    """Raises Unenforceable where a keyword has a value that no JSON schema gives it, anywhere inside."""
-    waiting = [("", schema)]
-    while waiting:
-        path, part = waiting.pop()
-        if isinstance(part, bool):
-            continue
-        if not isinstance(part, Mapping):
-            raise Unenforceable(path, f"it is {json.dumps(part)[:80]}; allowed: a JSON schema")
-        for word, value in part.items():
-            here = f"{path}.{word}"
-            fits, allowed = _SHAPES.get(word, _ANY_SHAPE)
-            if not fits(value):
-                raise Unenforceable(here, f"it is {json.dumps(value)[:80]}; allowed: {allowed}")
-            if word in _MAPS:
-                waiting += [(f"{here}.{key}", item) for key, item in value.items()]
-            elif word in _LISTS:
-                waiting += [(f"{here}[{i}]", item) for i, item in enumerate(value)]
-            elif word in _SINGLES:
-                waiting.append((here, value))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-
-
-def _are_strings(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-_Shape = tuple[Callable[[Any], bool], str]
-_ANY_SHAPE: _Shape = (lambda value: True, "anything")
-_SHAPES: Mapping[str, _Shape] = {
-    "type": (
-        lambda value: isinstance(value, str) or (_are_strings(value) and bool(value)),
-        "a type, or an array of them",
-    ),
-    "enum": (lambda value: isinstance(value, list), "an array"),
-    "required": (_are_strings, "an array of strings"),
-    **dict.fromkeys(_MAPS, (lambda value: isinstance(value, Mapping), "an object")),
-    **dict.fromkeys(_LISTS, (lambda value: isinstance(value, list), "an array")),
-    **dict.fromkeys(("pattern", "format", "$ref"), (lambda value: isinstance(value, str), "a string")),
-    **dict.fromkeys(("nullable", "uniqueItems"), (lambda value: isinstance(value, bool), "true or false")),
-    **dict.fromkeys(
-        ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), (_is_number, "a number")
-    ),
-    **dict.fromkeys(
-        ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
-        (
-            lambda value: isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31,
-            "0 to 2147483647",
-        ),
-    ),
-}
-
-
 class _Walker:
-    def __init__(self, *, may_close: bool, in_tags: bool) -> None:
-        self._may_close = may_close
+    def __init__(self, root: Mapping[str, Any], *, in_tags: bool, lenient: bool) -> None:
+        self._may_close = may_close(root)
         self._in_tags = in_tags
+        self._lenient = lenient
+        self._exclusion = Exclusion(root, closes=self._may_close)
+        self._has_grid = has_grid(root)
+        # Where schemas are merged, a reference could not always be.
+        self._names_any = in_tags or self._may_close
         self.needs_any = False
 
     def schema(self, schema: object, path: str) -> Any:
         """`path` is for errors."""
         if isinstance(schema, bool):
-            return self._any() if schema and self._in_tags else schema
+            return self._any() if schema and self._names_any else schema
         if not isinstance(schema, Mapping):
             raise Unenforceable(path, f"it is {json.dumps(schema)[:80]}; allowed: a JSON schema")
         result = dict(self._below(schema, path))
         if result.get("uniqueItems") is False:
             del result["uniqueItems"]
-        self._narrow_integer(result)
+        self._one_of(result, schema, path)
+        self._numbers(result, path)
+        self._count_keys(result, path)
         if result.get("format") in FORMATS and result.get("type", "string") in ("string", ["string", "null"]):
             _add_pattern(result, f"^({FORMATS[result.pop('format')]})$")
         if self._in_tags:
             return self._guarded(result, path)
-        if self._may_close and "properties" in result and "additionalProperties" not in result:
-            self._close(result)
+        if self._may_close:
+            self._fill(result)
         return result
 
     def _below(self, schema: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
         for word, value in schema.items():
             here = f"{path}.{word}"
-            if word in _MAPS and isinstance(value, Mapping):
+            if word in MAPS and isinstance(value, Mapping):
                 yield word, {key: self.schema(item, f"{here}.{key}") for key, item in value.items()}
-            elif word in _LISTS and isinstance(value, list):
+            elif word in LISTS and isinstance(value, list):
                 yield word, [self.schema(item, f"{here}[{i}]") for i, item in enumerate(value)]
-            elif word in _SINGLES:
+            elif word in SINGLES:
                 # Open keys are dealt with where the object is.
                 yield word, value if isinstance(value, bool) else self.schema(value, here)
-            elif word not in ANNOTATIONS and word != "nullable":
+            elif word in KNOWN - ANNOTATIONS - {"nullable"}:
                 yield word, value
 
-    def _narrow_integer(self, schema: dict[str, Any]) -> None:
-        if schema.get("type") == "integer":
-            _bound(schema, _MAX_INTEGER)
+    def _one_of(self, result: dict[str, Any], schema: Mapping[str, Any], path: str) -> None:
+        """Options that exclude each other are any of them."""
+        if "oneOf" not in result:
+            return
+        options = result.pop("oneOf")
+        if not self._lenient:
+            check_exclusive(self._exclusion, schema, path)
+        more = {"anyOf": options}
+        result |= more if "anyOf" not in result else {"allOf": [*result.get("allOf", ()), more]}
+
+    def _numbers(self, result: dict[str, Any], path: str) -> None:
+        kinds = result.get("type", ())
+        named = {"number", "integer"} & set(kinds if isinstance(kinds, list) else [kinds] if kinds else ())
+        single = not result.keys() & (BRANCHES | LISTED)
+        if result.keys() & NUMBER_WORDS or (named and not result.keys() & LISTED):
+            narrow_numbers(result, path, on_grid=self._has_grid and single)
+
+    def _count_keys(self, result: dict[str, Any], path: str) -> None:
+        """Keys that an object does not name may come twice in what is written, and are one then."""
+        named = set(result.get("properties", ()))
+        required = set(result.get("required", ()))
+        closed = result.get("additionalProperties", not (named and self._may_close)) is False
+        closed = closed and "patternProperties" not in result
+        if closed and result.get("maxProperties", -1) >= len(named | required):
+            del result["maxProperties"]
+        if "minProperties" in result and result["minProperties"] <= len(required):
+            del result["minProperties"]
+        for word in ("minProperties", "maxProperties"):
+            if word in result and named - required and not self._lenient:
+                raise Unenforceable(f"{path}.{word}", "it is supported only beside properties that are all required")
+            if word in result and named - required:
+                del result[word]
+        most = len(required) + 1
+        if result.get("minProperties", 0) > most:
+            if not self._lenient:
+                raise Unenforceable(
+                    f"{path}.minProperties",
+                    f"it is {result['minProperties']}; allowed: at most {most}, one more than is required, since a key "
+                    "that is not named may be written twice",
+                )
+            result["minProperties"] = most
+
+    def _fill(self, schema: dict[str, Any]) -> None:
+        """What a schema leaves open gets its bounds, too."""
+        if "properties" in schema and "additionalProperties" not in schema:
+            self._close(schema)
+        if schema.keys() & (BRANCHES | LISTED):
+            return
+        if not schema.keys() - {"$defs", "definitions"}:
+            schema |= self._any()
+            return
+        kinds = schema.get("type", TYPES)
+        if "type" not in schema and not schema.keys() & NUMBER_WORDS:
+            narrow_numbers(schema, "", on_grid=self._has_grid)
+        if "array" in kinds and schema.get("items", True) is True and "additionalItems" not in schema:
+            schema["items"] = self._any()
+        if "object" in kinds and schema.get("additionalProperties", True) is True:
+            schema["additionalProperties"] = self._any()
 
     def _close(self, schema: dict[str, Any]) -> None:
         """No keys but those that are named."""
@@ -187,7 +172,7 @@ class _Walker:
         others = schema.get("additionalProperties", True)
         for key in schema.get("required") or ():
             if key not in properties and others is not False:
-                properties[key] = self._any() if others is True and self._in_tags else others
+                properties[key] = self._any() if others is True else others
         schema["additionalProperties"] = False
 
     # -- inside a tool call: strings and keys without tags, numbers that fit -------------------------------------------
@@ -207,8 +192,6 @@ class _Walker:
             return schema
         if "string" in kinds:
             _add_pattern(schema, TAG_FREE)
-        if "number" in kinds:
-            _bound(schema, _MAX_NUMBER)
         if "array" in kinds and "items" not in schema:
             schema["items"] = self._any()
         if "object" in kinds:
@@ -222,7 +205,7 @@ class _Walker:
             return kinds if isinstance(kinds, list) else [kinds]
         if any(word in schema for word in ("anyOf", "oneOf", "allOf")):
             return None
-        found = [kind for kind, words in _WORDS_OF.items() if words & schema.keys()]
+        found = [kind for kind, words in WORDS_OF.items() if words & schema.keys()]
         if not found and not schema.keys() - {"$defs", "definitions"}:
             schema |= self._any()
             return None
@@ -250,16 +233,19 @@ class _Walker:
             schema["additionalProperties"] = False
 
 
-def _anything() -> dict[str, Any]:
-    """Any JSON value without tags in it."""
+def _anything(*, in_tags: bool) -> dict[str, Any]:
+    """Any JSON value; in tags without tags in it."""
     again = {"$ref": f"#/$defs/{_ANY}"}
+    number: dict[str, Any] = {"type": "number", "minimum": -MAX_NUMBER, "maximum": MAX_NUMBER}
+    narrow_numbers(number, "", on_grid=True)
+    keys = {"patternProperties": {TAG_FREE: again}, "additionalProperties": False}
     return {
         "anyOf": [
             {"type": ["null", "boolean"]},
-            {"type": "number", "minimum": -_MAX_NUMBER, "maximum": _MAX_NUMBER},
-            {"type": "string", "pattern": TAG_FREE},
+            number,
+            {"type": "string", "pattern": TAG_FREE} if in_tags else {"type": "string"},
             {"type": "array", "items": again},
-            {"type": "object", "patternProperties": {TAG_FREE: again}, "additionalProperties": False},
+            {"type": "object", **(keys if in_tags else {"additionalProperties": again})},
         ]
     }
 
@@ -267,55 +253,3 @@ def _anything() -> dict[str, Any]:
 def _add_pattern(schema: dict[str, Any], pattern: str) -> None:
     more = {"pattern": pattern}
     schema |= more if "pattern" not in schema else {"allOf": [*schema.get("allOf", []), more]}
-
-
-def _bound(schema: dict[str, Any], largest: int | float) -> None:
-    """Both sides, where the schema leaves one open and its other side leaves room."""
-    least, most = (
-        [schema[word] for word in words if isinstance(schema.get(word), int | float)]
-        for words in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
-    )
-    if not least and all(value > -largest for value in most):
-        schema["minimum"] = -largest
-    if not most and all(value < largest for value in least):
-        schema["maximum"] = largest
-
-
-def _may_close(schema: Mapping[str, Any]) -> bool:
-    """Whether every object is described in one place: then keys it does not name can be left out."""
-    for part in _parts(schema):
-        own = part.keys() - ANNOTATIONS
-        if len(part.get("allOf") or ()) > 0 or ("$ref" in part and len(own) > 1):
-            return False
-        if own & {"anyOf", "oneOf"} and own & _OBJECT_WORDS:
-            return False
-    return True
-
-
-def _check_references(schema: Mapping[str, Any]) -> None:
-    for part in _parts(schema):
-        reference = part.get("$ref", "#")
-        if not isinstance(reference, str) or not reference.startswith("#"):
-            raise Unenforceable(
-                "", f"$ref is {json.dumps(reference)[:200]}; allowed: one inside the schema, as #/$defs/NAME"
-            )
-        for word in ("$dynamicRef", "$recursiveRef"):
-            if word in part:
-                raise Unenforceable("", f"{word} is not supported")
-
-
-def _parts(schema: object) -> Iterator[Mapping[str, Any]]:
-    """The schema and all schemas in it."""
-    waiting = [schema]
-    while waiting:
-        part = waiting.pop()
-        if not isinstance(part, Mapping):
-            continue
-        yield part
-        for word, value in part.items():
-            if word in _MAPS and isinstance(value, Mapping):
-                waiting += value.values()
-            elif word in _LISTS and isinstance(value, list):
-                waiting += value
-            elif word in _SINGLES:
-                waiting.append(value)

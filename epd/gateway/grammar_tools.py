@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from epd.gateway.grammar_faults import Unenforceable
+from epd.gateway.grammar_options import Exclusion, check_exclusive
 from epd.gateway.grammar_regex import (
     ANY_TEXT,
     CLOSING_TAGS,
@@ -22,7 +24,8 @@ from epd.gateway.grammar_regex import (
     regex,
     without,
 )
-from epd.gateway.grammar_schema import ANNOTATIONS, Unenforceable, check_shapes, enforceable
+from epd.gateway.grammar_schema import enforceable
+from epd.gateway.grammar_words import ANNOTATIONS, check_shapes
 from epd.gateway.toolcalls import kinds_of, resolve
 
 _KEY = re.compile(r"[^<>\s](?:[^<>]*[^<>\s])?")
@@ -38,10 +41,12 @@ _MAX_FOLLOWED = 32
 
 @dataclass(slots=True)
 class Rules:
-    """Lark, rule by rule. `probes` are terminals that must match something, with the part of a schema each is of."""
+    """Lark, rule by rule. `probes` are terminals that must match something, with the part of a schema each is of;
+    `schemas` are those inside, with theirs."""
 
     lines: list[str] = field(default_factory=list)
     probes: list[tuple[str, str]] = field(default_factory=list)
+    schemas: list[tuple[Mapping[str, Any], str]] = field(default_factory=list)
     _num_rules: int = 0
 
     def rule(self, body: str, *, options: str = "") -> str:
@@ -57,7 +62,8 @@ class Rules:
         self.lines.append(f"{name}: {body}")
         return name
 
-    def json(self, schema: Mapping[str, Any]) -> str:
+    def json(self, schema: Mapping[str, Any], path: str) -> str:
+        self.schemas.append((schema, path))
         return self.rule(f"%json {json.dumps(schema)}")
 
     def until(self, text: str, end: str) -> str:
@@ -150,11 +156,13 @@ def _json_value(rules: Rules, schema: Any, root: Mapping[str, Any], kinds: tuple
     try:
         result = enforceable(whole, in_tags=True)
     except Unenforceable as error:
-        raise Unenforceable(f"{path}{error.path}", str(error)) from error
+        # Definitions are those of all arguments.
+        where = error.path if error.path.startswith((".$defs.", ".definitions.")) else f"{path}{error.path}"
+        raise Unenforceable(where, str(error)) from error
     if not _is_typed(whole, root):
         # What the reader goes by, see `epd.gateway.toolcalls.convert`.
         result["type"] = list(kinds)
-    return f'{rules.json(result)} "{_END}"'
+    return f'{rules.json(result, path)} "{_END}"'
 
 
 def _is_typed(schema: object, root: Mapping[str, Any], num_followed: int = 0) -> bool:
@@ -177,6 +185,7 @@ class _Texts:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._num_followed = 0
+        self._exclusion = Exclusion(root, closes=False)
 
     def of(self, schema: Any, path: str) -> str | None:
         """A terminal of the texts that fit, None if none does. Raises Unenforceable."""
@@ -202,7 +211,9 @@ class _Texts:
             parts.append(self._followed(schema["$ref"], path))
         for word in ("anyOf", "oneOf"):
             if word in schema:
-                parts.append(self._either(schema[word], f"{path}.{word}", is_one=word == "oneOf"))
+                parts.append(self._either(schema[word], f"{path}.{word}"))
+        if "oneOf" in schema:
+            check_exclusive(self._exclusion, schema, path)
         if "allOf" in schema:
             parts += [self.of(option, f"{path}.allOf[{i}]") for i, option in enumerate(schema["allOf"])]
         if any(part is None for part in parts):
@@ -258,10 +269,8 @@ class _Texts:
             raise Unenforceable(f"{path}.$ref", f"{json.dumps(reference)[:80]} leads nowhere, or in circles")
         return self.of(target, path)
 
-    def _either(self, options: Any, path: str, *, is_one: bool) -> str | None:
+    def _either(self, options: Any, path: str) -> str | None:
         texts = [text for i, option in enumerate(options) if (text := self.of(option, f"{path}[{i}]")) is not None]
-        if is_one and len(texts) > 1:
-            raise Unenforceable(path, "more than one of its options may be a string; anyOf is supported")
         return " | ".join(f"({text})" for text in texts) or None
 
 

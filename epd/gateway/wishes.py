@@ -47,6 +47,15 @@ def form_of(body: GenerationBody) -> Form | None:
 def calls_of(body: ChatBody) -> Calls | None:
     """None where nothing may be called. Raises InvalidRequest for a choice among tools that are not there."""
     choice, tools = body.tool_choice, body.tools or []
+    names: dict[str, int] = {}
+    for i, tool in enumerate(tools):
+        first = names.setdefault(tool.function.name, i)
+        if first != i:
+            param = f"tools[{i}].function.name"
+            raise InvalidRequest(
+                f'{param} is "{tool.function.name}", which is the name of tools[{first}], too; give each its own',
+                param=param,
+            )
     if choice == "none":
         return None
     functions = tuple(
@@ -69,9 +78,9 @@ def calls_of(body: ChatBody) -> Calls | None:
         named = _among(functions, [choice.function.name], ["tool_choice.function.name"])
         return Calls(named, must_call=True, at_most_one=True)
     assert choice.allowed_tools is not None, "a choice is of one kind"
-    names = [tool.function.name for tool in choice.allowed_tools.tools]
-    params = [f"tool_choice.allowed_tools.tools[{i}].function.name" for i in range(len(names))]
-    allowed = _among(functions, names, params)
+    chosen = [tool.function.name for tool in choice.allowed_tools.tools]
+    params = [f"tool_choice.allowed_tools.tools[{i}].function.name" for i in range(len(chosen))]
+    allowed = _among(functions, chosen, params)
     return Calls(
         allowed,
         must_call=choice.allowed_tools.mode == "required",

@@ -243,15 +243,23 @@ SCHEMA = "response_format.json_schema.schema"
             "structured_outputs.choice",
             "structured_outputs.regex and structured_outputs.choice are given",
         ),
-        ({"response_format": json_schema({"not": {"type": "string"}})}, SCHEMA, "not"),
-        ({"response_format": json_schema({"type": "strange"})}, SCHEMA, "strange"),
-        ({"response_format": json_schema({"$ref": "https://elsewhere/x"})}, SCHEMA, "inside the schema"),
-        ({"response_format": json_schema({"$ref": "#/$defs/none"})}, SCHEMA, "does not exist"),
-        ({"response_format": json_schema({"type": "string", "pattern": "("})}, SCHEMA, "regex"),
-        ({"response_format": json_schema({"type": "string", "format": "colour"})}, SCHEMA, "colour"),
+        ({"response_format": json_schema({"not": {"type": "string"}})}, f"{SCHEMA}.not", "not supported"),
+        ({"response_format": json_schema({"type": "strange"})}, f"{SCHEMA}.type", "strange"),
+        ({"response_format": json_schema({"$ref": "https://elsewhere/x"})}, f"{SCHEMA}.$ref", "inside the schema"),
+        ({"response_format": json_schema({"$ref": "#/$defs/none"})}, f"{SCHEMA}.$ref", "does not exist"),
+        (
+            {"response_format": json_schema({"type": "string", "pattern": "("})},
+            f"{SCHEMA}.pattern",
+            "unclosed",
+        ),
+        ({"response_format": json_schema({"type": "string", "format": "colour"})}, f"{SCHEMA}.format", "colour"),
         ({"response_format": json_schema({"properties": {"a": 3}})}, f"{SCHEMA}.properties.a", "a JSON schema"),
-        ({"response_format": json_schema({"enum": []})}, SCHEMA, "empty"),
-        ({"response_format": json_schema({"type": "array", "uniqueItems": True})}, SCHEMA, "uniqueItems"),
+        ({"response_format": json_schema({"enum": []})}, f"{SCHEMA}.enum", "empty"),
+        (
+            {"response_format": json_schema({"type": "array", "uniqueItems": True})},
+            f"{SCHEMA}.uniqueItems",
+            "not supported",
+        ),
         ({"structured_outputs": {"regex": "(?<=a)b"}}, "structured_outputs.regex", "look-around"),
         ({"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs.grammar", "nothing"),
         ({"guided_grammar": "root ::= ???"}, "guided_grammar", "GBNF"),
@@ -304,7 +312,7 @@ def test_what_cannot_be_had_is_refused_by_name(fields: dict[str, Any], param: st
     assert words in caught.value.message
     # Nothing of a parser's inside.
     assert len(caught.value.message) < 700
-    assert "<state>" not in caught.value.message
+    assert not {"<state>", "(And", "coerce"} & set(caught.value.message.split())
 
 
 def test_what_of_a_schema_is_not_known_may_be_left_out() -> None:
@@ -347,7 +355,7 @@ def test_hostile_schemas_are_judged_in_time(name: str) -> None:
             tokens.append(allowed(grammar, tokens)[0])
     except InvalidRequest as error:
         refused = error.param
-    assert refused in (None, SCHEMA)
+    assert refused is None or refused.startswith(SCHEMA)
     assert time.process_time() - started_s < 5
 
 
