@@ -110,10 +110,19 @@ class FilesFull(ServeError):
 
 
 class TooManyRequests(ServeError):
-    """Beyond what one client may ask; `retry_after_s` says when to come back."""
+    """Beyond what one client may ask; `retry_after_s` says when to come back. `limit` is what it may, and `reset_s` is
+    when it may all of it again."""
 
     status = 429
     code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after_s: float, limit: int, reset_s: float) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.headers = {
+            "X-RateLimit-Limit-Requests": str(limit),
+            "X-RateLimit-Remaining-Requests": "0",
+            "X-RateLimit-Reset-Requests": f"{reset_s:.3f}s",
+        }
 
 
 class ForeignPage(ServeError):

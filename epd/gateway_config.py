@@ -64,6 +64,10 @@ class GatewayConfig:
     max_body_bytes: int = 512 << 20
     # How long a client may send nothing of its body, and how long a small body may take in all.
     body_timeout_s: float = 30.0
+    # From the first byte of a request to the end of its head; as long again for TLS to come about before it.
+    head_timeout_s: float = 30.0
+    # Connections on which no request is under way; beyond that the one that waited longest is closed.
+    max_idle_connections: int = 1024
     max_messages: int = 2048
     # Content parts and tool calls of all messages together, and the media among them.
     max_parts: int = 2048
@@ -126,6 +130,8 @@ class GatewayConfig:
             "gateway",
             max_body_bytes=self.max_body_bytes,
             body_timeout_s=self.body_timeout_s,
+            head_timeout_s=self.head_timeout_s,
+            max_idle_connections=self.max_idle_connections,
             max_messages=self.max_messages,
             max_parts=self.max_parts,
             max_media=self.max_media,

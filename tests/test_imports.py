@@ -17,7 +17,7 @@ ORDER = ("preprocess", "encoder", "epd", "cli")
 # What a package shows to those above it.
 OUTWARD = (
     *("types", "errors", "config", "client", "wire", "fingerprint", "checkpoint", "parting", "cluster"),
-    *("metrics", "tracing", "tracing_web", "histogram", "footprint"),
+    *("connections", "metrics", "tracing", "tracing_web", "histogram", "footprint"),
 )
 LIBRARY = "preprocess"  # a library: every module of it is public
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Final
 
+from encoder.connections import IDLE_S
 from encoder.front.health import Verdict
 
 logger = logging.getLogger(__name__)
@@ -29,8 +30,7 @@ _CONNECTION: Final = re.compile(rb"^connection\s*:\s*([a-z-]+)", re.IGNORECASE |
 _REQUEST_ID: Final = re.compile(rb"^x-request-id\s*:\s*([A-Za-z0-9._:-]{1,128})\s*$", re.IGNORECASE | re.MULTILINE)
 _PEEK_BYTES: Final = 8192
 _BACKLOG: Final = 1024
-# A connection on which nothing is said is closed after this; so is a probe that does not take its answer.
-IDLE_S: Final = 75.0
+# A probe that does not take its answer.
 _SEND_S: Final = 5.0
 # When descriptors are short.
 _ACCEPT_PAUSE_S: Final = 0.1

@@ -10,11 +10,12 @@ from typing import Final
 
 from encoder.checkpoint import read_json_object
 from encoder.client import EncoderClient
+from encoder.connections import GuardedRunner
 from encoder.front.app import Front
 from encoder.front.config import FrontConfig
-from encoder.front.connection import FrontRunner, Lobby
+from encoder.front.connection import lobby_of
 from encoder.front.desk import EncodeDesk
-from encoder.front.door import IDLE_S, Door, open_listener
+from encoder.front.door import Door, open_listener
 from encoder.front.health import HealthBoard
 from encoder.front.metrics import FrontMetrics
 from encoder.sglang.config import SglangConfig
@@ -61,15 +62,14 @@ class FrontServer:
             self._dialect = SglangDialect(self.desk, sglang, is_healthy=lambda: self.board.health().status == 200)
             add_routes(self.app, self._dialect, pace=config.body_pace)
             self._metrics.watch_sglang(self._dialect.gauges)
-        self._runner = FrontRunner(
+        self._runner = GuardedRunner(
             self.app,
-            lobby=Lobby(max_waiting=config.max_idle_connections, head_timeout_s=config.head_timeout_s),
+            lobby=lobby_of(config),
             # A client that leaves ends its request everywhere.
             handler_cancellation=True,
             # Compressed bodies are refused by their header; inflating them first would be work for nothing.
             auto_decompress=False,
             access_log=None,
-            keepalive_timeout=IDLE_S,
             shutdown_timeout=_LAST_WORDS_S,
         )
         self._door: Door | None = None

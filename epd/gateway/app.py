@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 
 from aiohttp import web
 
+from encoder.connections import TlsSite
 from encoder.tracing_web import trace_requests
 from epd.config import GatewayConfig
 from epd.gateway.admission import Admission
@@ -14,7 +15,7 @@ from epd.gateway.body import BodyReader
 from epd.gateway.chat import ChatService
 from epd.gateway.completions import ChatCompletions
 from epd.gateway.completions_text import TextCompletions
-from epd.gateway.connection import ApiServer
+from epd.gateway.connection import Drain, GatewayRunner
 from epd.gateway.edge import Edge
 from epd.gateway.encode_routes import Encode
 from epd.gateway.exchange import Exchange
@@ -45,8 +46,6 @@ from epd.transport.base import Channel
 OPERATIONS: web.AppKey[Sequence[Operation]] = web.AppKey("operations", Sequence)
 """All that the application can do."""
 
-# What is left to write after the drain: last events of streams, bodies of refusals.
-_LAST_WORDS_S = 2.0
 # How often keys and certificates are looked at for changes.
 _RENEW_S = 10.0
 
@@ -166,7 +165,8 @@ def create_app(
     app = web.Application(middlewares=[trace_requests, edge.around])
     app[OPERATIONS] = tuple(operations)
     add_routes(app, operations)
-    app[_DRAIN] = Drain(config, fleet=fleet, admission=admission)
+    app[_DRAIN] = drain = Drain(config, fleet=fleet, admission=admission)
+    app.on_response_prepare.append(drain.mark)
 
     async def run_stages(_: web.Application) -> AsyncIterator[None]:
         fleet.start()
@@ -184,22 +184,15 @@ def create_app(
 
 async def start_gateway(
     app: web.Application, *, host: str, port: int, tls: Tls | None = None
-) -> tuple[web.AppRunner, int]:
+) -> tuple[GatewayRunner, int]:
     """Listen; returns the runner, whose `cleanup` drains and stops everything, and the port (the system's choice for
     0)."""
     if tls is not None:
         app.cleanup_ctx.append(lambda _: _renewing(tls))
-    runner = _GatewayRunner(
-        app,
-        # A client that leaves ends its request everywhere.
-        handler_cancellation=True,
-        # Compressed bodies are refused by their header; inflating them first would be work for nothing.
-        auto_decompress=False,
-        access_log=None,
-        shutdown_timeout=_LAST_WORDS_S,
-    )
+    runner = GatewayRunner(app, drain=app[_DRAIN])
     await runner.setup()
-    await web.TCPSite(runner, host, port, ssl_context=None if tls is None else tls.context).start()
+    site = web.TCPSite(runner, host, port) if tls is None else TlsSite(runner, host, port, context=tls.context)
+    await site.start()
     return runner, runner.addresses[0][1]
 
 
@@ -213,31 +206,6 @@ async def _renew(look: Callable[[], None]) -> None:
     while True:
         await asyncio.sleep(_RENEW_S)
         await asyncio.to_thread(look)
-
-
-class _GatewayRunner(web.AppRunner):
-    """Answers in flight end before the listening sockets close, so that new requests still hear why not."""
-
-    async def _make_server(self) -> web.Server:
-        return ApiServer.like(await super()._make_server())
-
-    async def cleanup(self) -> None:
-        await self.app[_DRAIN].run()
-        await super().cleanup()
-
-
-class Drain:
-    """How the gateway stops."""
-
-    def __init__(self, config: GatewayConfig, *, fleet: Fleet, admission: Admission) -> None:
-        self._config = config
-        self._fleet = fleet
-        self._admission = admission
-
-    async def run(self) -> None:
-        """Refuse what is new, wait for nothing that is down, let answers go on for a while and then end them."""
-        self._fleet.stop_waiting()
-        await self._admission.drain(self._config.drain_s)
 
 
 _DRAIN: web.AppKey[Drain] = web.AppKey("drain", Drain)

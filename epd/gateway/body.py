@@ -80,11 +80,11 @@ class BodyReader:
         if charset not in ("utf-8", "utf8", "us-ascii", "ascii"):
             raise UnsupportedMediaType(f"charset is {charset[:80]}; allowed: utf-8", param="Content-Type")
         if request.content_length is not None and request.content_length > self._max_bytes:
-            raise self._too_large()
+            raise self._too_large(f"{request.content_length} bytes")
 
     def _grew(self, arrival: _Arrival, size_bytes: int) -> None:
         if size_bytes > self._max_bytes:
-            raise self._too_large()
+            raise self._too_large(f"more than {self._max_bytes} bytes")
         arrival.size_bytes = size_bytes
         large = [other for other in self._arrivals if other.size_bytes > SMALL_BODY_BYTES and not other.limit.expired()]
         if sum(other.size_bytes for other in large if not other.evicted) > 2 * self._max_bytes:
@@ -92,5 +92,5 @@ class BodyReader:
             largest.evicted = True
             largest.limit.reschedule(asyncio.get_running_loop().time())
 
-    def _too_large(self) -> BodyTooLarge:
-        return BodyTooLarge(f"the body is larger than this server takes: {self._max_bytes} bytes")
+    def _too_large(self, what: str) -> BodyTooLarge:
+        return BodyTooLarge(f"the body has {what}; allowed: {self._max_bytes} (gateway.max_body_bytes)")

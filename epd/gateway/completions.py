@@ -49,7 +49,7 @@ class ChatCompletions:
             body,
             num_choices=body.num_choices,
             with_logprobs=bool(body.logprobs),
-            system_fingerprint=self._chat.system_fingerprint(),
+            system_fingerprint=self._chat.system_fingerprint,
         )
         writer = ChatWriter(
             account=account,

@@ -53,7 +53,7 @@ class TextCompletions:
             body,
             num_choices=account.num_choices,
             with_logprobs=body.logprobs is not None,
-            system_fingerprint=chat.system_fingerprint(),
+            system_fingerprint=chat.system_fingerprint,
         )
         writer = TextWriter(
             account=account,

@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from aiohttp import web
 
 from encoder.tracing_web import note_problem
-from epd.errors import InvalidApiKey, ServeError
+from epd.errors import ServeError, TooManyRequests
+from epd.gateway.guesses import Guesses
 from epd.gateway.keys import ApiKeys
 from epd.gateway.metrics import GatewayMetrics
 from epd.gateway.operations import Handler, Operation
@@ -44,6 +45,7 @@ class Edge:
         clock: Callable[[], float],
     ) -> None:
         self._keys = keys
+        self._guesses = Guesses(keys, clock=clock)
         self._limiter = limiter
         self._origins = origins
         self._metrics = metrics
@@ -61,6 +63,8 @@ class Edge:
         except web.HTTPException as error:
             response = _answer(_http_problem(request, error), _allow_header(error))
         except ServeError as error:
+            if isinstance(error, TooManyRequests):
+                request[ANSWER_HEADERS].update(error.headers)
             response = await _refuse(request, problem_of(error))
         except asyncio.CancelledError:
             self._metrics.disconnects.inc()
@@ -85,7 +89,7 @@ class Edge:
         if (response := self._origins.preflight(request)) is not None:
             return response
         self._origins.check(request)
-        self._check_key(request)
+        await self._check_key(request)
         with self._place(request) as headers:
             request[ANSWER_HEADERS].update(headers)
             return await handler(request)
@@ -96,16 +100,15 @@ class Edge:
             return nullcontext({})
         return self._limiter.place(owner_of(request) or request.remote or "")
 
-    def _check_key(self, request: web.Request) -> None:
-        """Raises InvalidApiKey."""
+    async def _check_key(self, request: web.Request) -> None:
+        """Raises InvalidApiKey, and TooManyRequests for many wrong ones."""
         match = request.match_info
         is_unknown = match.http_exception is not None and not request.path.startswith("/v1/")
         if not self._keys.are_asked_for or is_unknown or match.handler in self._open_handlers:
             return
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         candidate = given.strip().encode("utf-8", "surrogateescape") if scheme.lower() == "bearer" else b""
-        if not self._keys.accepts(candidate):
-            raise InvalidApiKey("missing or wrong API key; send it as: Authorization: Bearer KEY")
+        await self._guesses.check(candidate, request.remote or "")
         set_owner(request, candidate)
 
     def _told(self, request: web.Request, status: int, started_s: float) -> None:

@@ -133,7 +133,9 @@ class Exchange:
                     return
 
 
-def style_of(body: GenerationBody, *, num_choices: int, with_logprobs: bool, system_fingerprint: str) -> ReplyStyle:
+def style_of(
+    body: GenerationBody, *, num_choices: int, with_logprobs: bool, system_fingerprint: Callable[[], str]
+) -> ReplyStyle:
     """How the client wants its answer written. `num_choices` is of all prompts."""
     options = body.stream_options
     return ReplyStyle(

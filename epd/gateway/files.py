@@ -147,7 +147,9 @@ class FileStore:
         file, descriptor = self.open_content(owner, file_id)
         with os.fdopen(descriptor, "rb") as content:
             if file.size_bytes > max_bytes:
-                raise FileTooLarge(f"the file has {file.size_bytes} bytes; a medium may have {max_bytes}")
+                raise FileTooLarge(
+                    f"the file has {file.size_bytes} bytes; allowed for a medium: {max_bytes} (fetch.max_bytes)"
+                )
             return content.read(file.size_bytes)
 
     def delete(self, owner: str, file_id: str) -> None:
@@ -248,13 +250,15 @@ class FileStore:
         limits = self.limits
         if len(files) + 1 > limits.max_count:
             raise FilesFull(
-                f"{len(files)} files are kept, which is the most allowed (gateway.files_count); delete some",
+                f"{len(files)} files are kept, and one more is sent; allowed: {limits.max_count} "
+                "(gateway.files_count); delete some",
                 param="file",
             )
         kept_bytes = sum(file.size_bytes for file in files)
         if kept_bytes + size_bytes > limits.total_bytes:
             raise FilesFull(
-                f"{kept_bytes} bytes of files are kept, and {limits.total_bytes} are allowed (gateway.files_bytes); "
+                f"{kept_bytes} bytes of files are kept, and {size_bytes} more are sent; allowed: {limits.total_bytes} "
+                "(gateway.files_bytes); "
                 "delete some",
                 param="file",
             )
@@ -291,12 +295,12 @@ class Arriving:
         self.size_bytes += len(piece)
         arriving_bytes = self._store._arrived(self._owner, len(piece))
         if self.size_bytes > limits.file_max_bytes:
-            raise too_large(limits)
+            raise too_large(limits, f"more than {limits.file_max_bytes} bytes")
         # Of all that arrives at the same time: the disk has to hold it before it is known what will be kept.
         if self._kept_bytes + arriving_bytes > limits.total_bytes:
             raise FilesFull(
-                f"{self._kept_bytes} bytes of files are kept, {arriving_bytes} are arriving, and "
-                f"{limits.total_bytes} are allowed (gateway.files_bytes); delete some",
+                f"{self._kept_bytes} bytes of files are kept, and {arriving_bytes} are arriving; "
+                f"allowed: {limits.total_bytes} (gateway.files_bytes); delete some",
                 param="file",
             )
         view = memoryview(piece)
@@ -342,9 +346,9 @@ class Arriving:
             return modality_of(mapped), media_type(mapped)
 
 
-def too_large(limits: FileLimits) -> FileTooLarge:
+def too_large(limits: FileLimits, what: str) -> FileTooLarge:
     return FileTooLarge(
-        f"the file is larger than this server takes: {limits.file_max_bytes} bytes (gateway.file_max_bytes)",
+        f"the file has {what}; allowed: {limits.file_max_bytes} (gateway.file_max_bytes)",
         param="file",
     )
 

@@ -42,7 +42,7 @@ class UploadReader:
         limits = self._store.limits
         _check_headers(request)
         if request.content_length is not None and request.content_length > limits.file_max_bytes + _FORM_BYTES:
-            raise too_large(limits)
+            raise too_large(limits, f"{request.content_length} bytes with its form")
         if self._num_uploads >= _MAX_UPLOADS:
             raise Overloaded(f"{_MAX_UPLOADS} files are arriving, which is the limit", retry_after_s=5.0)
         self._num_uploads += 1

@@ -1,7 +1,8 @@
 """API keys: who may ask. Compared as SHA-256 digests, all of them for every request, each in constant time.
 
 A key is a text of its own, or `sha256:` and its digest in 64 hex digits, so that settings need not hold the key itself.
-A file has one a line; it is read again when it changes, so that keys come and go without a restart.
+A file has one a line; it is read again when it changes, so that keys come and go without a restart. One that holds no
+key any more is believed at the second look.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-_DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
+_DIGEST = re.compile(r"sha256:([0-9a-f]{64})", re.IGNORECASE)
 
 
 class KeysUnusable(ValueError):
@@ -29,7 +30,8 @@ class ApiKeys:
         """Raises KeysUnusable."""
         self._fixed = _digests(keys, "gateway.api_keys")
         self._file = file
-        self._stamp: tuple[int, int] | None = None
+        self._stamp: tuple[int, int, int] | None = None
+        self._found_none = False
         self._of_file: tuple[bytes, ...] = ()
         if file is not None:
             self._of_file = self._read(file)
@@ -51,11 +53,19 @@ class ApiKeys:
             return
         stamp = _stamp(self._file)
         try:
-            self._of_file = self._read(self._file, may_be_empty=True)
+            found = self._read(self._file, may_be_empty=True)
         except KeysUnusable as error:
             logger.error("API keys stay as they are: %s", error)
         else:
-            logger.info("API keys were read again: %d in %s", len(self._of_file), self._file)
+            if self._of_file and not found and not self._found_none:
+                # A file that is written in place is empty for a moment.
+                self._found_none = True
+                logger.warning("API keys stay as they are until the next look: %s holds none", self._file)
+                return
+            self._of_file = found
+            level = logging.INFO if found else logging.WARNING
+            logger.log(level, "API keys were read again: %d in %s", len(found), self._file)
+        self._found_none = False
         self._stamp = stamp
 
     def _read(self, file: Path, *, may_be_empty: bool = False) -> tuple[bytes, ...]:
@@ -74,7 +84,7 @@ def _digests(keys: Iterable[str], where: str) -> tuple[bytes, ...]:
     digests = []
     for number, key in enumerate(keys, 1):
         given = _DIGEST.fullmatch(key)
-        if key.startswith("sha256:") and given is None:
+        if key.lower().startswith("sha256:") and given is None:
             raise KeysUnusable(f"key {number} of {where} begins with sha256: and has not 64 hex digits after it")
         if not key.strip() or key != key.strip() or not key.isprintable():
             raise KeysUnusable(f"key {number} of {where} is empty, or has spaces around it or control characters in it")
@@ -82,10 +92,10 @@ def _digests(keys: Iterable[str], where: str) -> tuple[bytes, ...]:
     return tuple(digests)
 
 
-def _stamp(file: Path) -> tuple[int, int] | None:
+def _stamp(file: Path) -> tuple[int, int, int] | None:
     """Changes with the file; None while there is none."""
     try:
         found = file.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_ino
+    return found.st_mtime_ns, found.st_ino, found.st_size

@@ -21,10 +21,11 @@ ERRORS: Mapping[int, str] = {
     403: "Not for this API key, or not allowed on this server",
     404: "No such model, file or medium",
     405: "This path takes other methods",
-    408: "The body came too slowly",
+    408: "The head or the body came too slowly",
     409: "The state of the thing does not allow it",
     413: "The body, or what it names, is larger than this server takes",
     415: "The body is not of the type this operation takes",
+    417: "Expect is not 100-continue",
     422: "A medium cannot be decoded",
     429: "More requests than this API key may make",
     499: "The client left",
@@ -35,8 +36,8 @@ ERRORS: Mapping[int, str] = {
 """Every status of an error answer, and when it is given. All have the same shape."""
 
 # 400 is also the answer to what is no HTTP.
-_ERRORS_OF_ALL = frozenset({400, 401, 403, 405, 500})
-# What costs something is limited.
+_ERRORS_OF_ALL = frozenset({400, 401, 403, 405, 417, 500})
+# What costs something is limited, and so are wrong keys.
 _ERRORS_OF_WORK = frozenset({429})
 _ERRORS_OF_BODIES = frozenset({408, 413, 415, 503})
 
@@ -107,7 +108,7 @@ class Operation:
     def error_statuses(self) -> list[int]:
         of_all = _ERRORS_OF_ALL - {401} if self.is_open else _ERRORS_OF_ALL
         of_body = frozenset[int]() if self.request is None else _ERRORS_OF_BODIES
-        of_work = frozenset[int]() if self.method == "GET" else _ERRORS_OF_WORK
+        of_work = frozenset[int]() if self.method == "GET" and self.is_open else _ERRORS_OF_WORK
         return sorted((of_all | of_work | of_body | frozenset(self.errors)) - self.responses.keys())
 
 

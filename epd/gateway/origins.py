@@ -34,7 +34,7 @@ class Origins:
         """`allowed` origins ("https://chat.example", or "*" for any); `host` that is listened on; further `names` of
         this server. A page that makes a browser come here has no key."""
         self._allowed = frozenset(origin.rstrip("/").lower() for origin in allowed)
-        self._names = frozenset(name.lower() for name in names)
+        self._names = frozenset(name.lower().removesuffix(".") for name in names)
         self._minds_names = not asks_for_keys and _is_loopback(host)
 
     def check(self, request: web.Request) -> None:
@@ -103,10 +103,12 @@ def _is_loopback(host: str) -> bool:
 def _name_of(host: str) -> str | None:
     """The name in a Host header, lower case, without port; None where there is none."""
     try:
-        return urlsplit(f"//{host}").hostname
+        name = urlsplit(f"//{host}").hostname
     except ValueError:
         # No name at all, so nobody's.
         return ""
+    # One dot at the end says that nothing comes after it: the same name.
+    return None if name is None else name.removesuffix(".")
 
 
 def _is_own(origin: str, request: web.Request) -> bool:

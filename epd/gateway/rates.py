@@ -51,14 +51,20 @@ class RateLimiter:
         client = self._client(name)
         if self._max_inflight and client.num_inflight >= self._max_inflight:
             raise TooManyRequests(
-                f"{client.num_inflight} requests of this client are in flight; allowed: {self._max_inflight}",
+                f"{client.num_inflight} requests of this client are in flight; allowed: {self._max_inflight} "
+                "(gateway.max_inflight_per_client)",
                 retry_after_s=1.0,
+                limit=self._max_inflight,
+                reset_s=1.0,
             )
         if self._per_minute:
             if client.level < 1:
                 raise TooManyRequests(
-                    f"more than {self._per_minute} requests a minute; allowed: that many, {self._burst} at once",
+                    f"more than {self._per_minute} requests a minute (gateway.requests_per_minute); allowed: "
+                    f"that many, {self._burst} at once",
                     retry_after_s=(1 - client.level) * 60 / self._per_minute,
+                    limit=self._per_minute,
+                    reset_s=(self._burst - client.level) * 60 / self._per_minute,
                 )
             client.level -= 1
         client.num_inflight += 1

@@ -1,6 +1,6 @@
 """The answer in OpenAI's shapes: `chat.completion` whole, `chat.completion.chunk` in pieces."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -121,7 +121,8 @@ class ReplyStyle:
     """In a stream: usage after the last choice, null before."""
     with_running_usage: bool = False
     """In a stream: usage so far in every chunk."""
-    system_fingerprint: str = ""
+    system_fingerprint: Callable[[], str] = str
+    """Asked once, when the answer begins: before, workers may not be known yet."""
     service_tier: str | None = None
 
 
@@ -133,15 +134,18 @@ class ReplyHead:
     account: Account
     created_unix_s: int
     style: ReplyStyle
+    _fingerprint: str | None = None
 
     def json(self, *, kind: str | None = None) -> dict[str, Any]:
+        if self._fingerprint is None:
+            self._fingerprint = self.style.system_fingerprint()
         tier = {} if self.style.service_tier is None else {"service_tier": "default"}
         return {
             "id": self.account.request_id,
             "object": kind or self.kind,
             "created": self.created_unix_s,
             "model": self.account.model,
-            "system_fingerprint": self.style.system_fingerprint,
+            "system_fingerprint": self._fingerprint,
             **tier,
         }
 

@@ -48,8 +48,21 @@ def test_a_file_is_read_again_when_it_changes(tmp_path: Path, caplog: pytest.Log
     assert caplog.text.count("stay as they are") == 2
     file.write_text("")
     keys.renew()
+    assert keys.accepts(b"second"), "a file that is written in place is empty for a moment"
+    file.write_text("fourth\n")
+    keys.renew()
+    assert keys.accepts(b"fourth")
+    file.write_text("")
+    keys.renew()
+    assert keys.accepts(b"fourth")
+    caplog.clear()
+    keys.renew()
     assert keys.are_asked_for
-    assert not keys.accepts(b"second")
+    assert not keys.accepts(b"fourth")
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    caplog.clear()
+    keys.renew()
+    assert not caplog.records
     assert "second" not in caplog.text
 
 
@@ -64,7 +77,15 @@ def test_files_that_cannot_be_used(tmp_path: Path, text: str) -> None:
         ApiKeys((), tmp_path / "absent")
 
 
-@pytest.mark.parametrize("key", ["", " ", " a", "a\n", "sha256:xyz"])
+@pytest.mark.parametrize("key", ["", " ", " a", "a\n", "sha256:xyz", "SHA256:xyz", "Sha256:"])
 def test_keys_that_cannot_be_used(key: str) -> None:
     with pytest.raises(KeysUnusable, match=r"key 2 of gateway\.api_keys"):
         ApiKeys(["good", key])
+
+
+def test_the_name_of_the_digest_in_any_case() -> None:
+    for name in ("sha256", "SHA256", "Sha256"):
+        given = f"{name}:{hashlib.sha256(b'two').hexdigest().upper()}"
+        keys = ApiKeys([given])
+        assert keys.accepts(b"two")
+        assert not keys.accepts(given.encode())
