@@ -1,6 +1,7 @@
 """All stages in one process: the same stage code over the in-memory transport, for `mimo chat` and small machines."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 
@@ -41,6 +42,13 @@ async def unified_server(config: ServeConfig) -> AsyncIterator[int]:
         engine.start()
         for encoder in encoders:
             encoder.start()
+        running = list(encoders)
+
+        async def end_stages() -> None:
+            while running:
+                await running.pop(0).stop()
+            await asyncio.to_thread(engine.drain, config.supervisor.drain_s)
+
         links = [MemoryLink(*named) for named in zip(config.gateway.encoders, encoders, strict=True)]
         try:
             async with (
@@ -58,11 +66,12 @@ async def unified_server(config: ServeConfig) -> AsyncIterator[int]:
                 try:
                     yield port
                 finally:
+                    # It still answers, and says that it stops, until what takes long is over.
+                    await runner.drain()
+                    await end_stages()
                     await runner.cleanup()
         finally:
-            for encoder in encoders:
-                await encoder.stop()
-            await asyncio.to_thread(engine.drain, config.supervisor.drain_s)
+            await end_stages()
 
 
 async def serve_unified(config: ServeConfig, stop: asyncio.Event, *, on_ready: Callable[[], Awaitable[None]]) -> None:
@@ -71,3 +80,5 @@ async def serve_unified(config: ServeConfig, stop: asyncio.Event, *, on_ready: C
         async with unified_server(config):
             await on_ready()
             await stop.wait()
+    # All of it goes with the process: to look through it for cycles took seconds in which nobody is answered.
+    gc.freeze()
