@@ -14,7 +14,7 @@ from cli.cache_view import mib, show_arena, show_kv_store, show_worker
 from cli.cache_workers import DeploymentSilent, deployment_tiers
 from cli.load import ConfigError
 from cli.models import kv_store_dir
-from cli.terminal import complain, say
+from cli.terminal import complain, os_words, say
 from encoder import ArenaReport, arena_reports, clear_arena
 from encoder.errors import ArenaUnavailable, EncoderBusy
 from epd import LocalStoreReport, clear_local_store, local_store_reports
@@ -135,7 +135,7 @@ def _stores(named: Sequence[Path] | None) -> Sequence[LocalStoreReport]:
             return local_store_reports([kv_store_dir(os.environ)])
         found = local_store_reports(named, others=False)
     except OSError as error:
-        complain("mimo cache", f"cannot read the store of KV: {error.strerror}: {error.filename}", exit_code=1)
+        complain("mimo cache", f"cannot read the store of KV: {os_words(error)}: {error.filename}", exit_code=1)
         raise typer.Exit(1) from error
     missing = {str(directory) for directory in named} - {report.directory for report in found}
     if missing:
@@ -168,7 +168,7 @@ def _clear_store(report: LocalStoreReport) -> bool:
     try:
         cleared_bytes = clear_local_store(Path(report.directory))
     except OSError as error:
-        say(f"mimo cache: {report.directory}: {error.strerror}")
+        say(f"mimo cache: {report.directory}: {os_words(error)}")
         return False
     typer.echo(f"{report.directory}: {mib(cleared_bytes)} of KV given back")
     return True

@@ -12,7 +12,7 @@ from cli.chat_client import ChatFailed, MessageRefused, Reply, Target, ask
 from cli.chat_input import BLOCK, LineReader, dropped_files
 from cli.media_files import MediaFileError, recognised_part
 from cli.plan_units import seconds
-from cli.terminal import printable_line
+from cli.terminal import os_words, printable_line
 from preprocess.types import Modality
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
@@ -234,7 +234,7 @@ class Repl:
             with Path(rest).expanduser().open("x") as file:
                 json.dump(body, file, indent=2, ensure_ascii=False)
         except OSError as error:
-            raise CommandFailed(f"{rest}: {error.strerror}") from error
+            raise CommandFailed(f"{rest}: {os_words(error)}") from error
         self._note(f"{len(conversation.messages)} messages in {rest}")
 
     def _stats(self, rest: str) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cli.errors import ConfigError
+from cli.terminal import os_words
 from encoder.cluster import ClusterKeys, WeakSecret, host_of, needs_keys
 
 KEY_VARIABLE = "MIMO_CLUSTER_KEY"
@@ -89,7 +90,7 @@ def cluster_keys(config: ClusterConfig, environ: Mapping[str, str] | None = None
         secret = (given or "").encode() if config.key_file is None else config.key_file.read_bytes()
         return ClusterKeys.derive(secret)
     except OSError as error:
-        raise ConfigError(f"cluster.key_file is {config.key_file}, which cannot be read: {error.strerror}") from error
+        raise ConfigError(f"cluster.key_file is {config.key_file}, which cannot be read: {os_words(error)}") from error
     except WeakSecret as error:
         where = KEY_VARIABLE if config.key_file is None else f"cluster.key_file {config.key_file}"
         raise ConfigError(f"{where}: {error}") from error

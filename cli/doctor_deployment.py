@@ -122,7 +122,7 @@ def check_port(host: str, port: int) -> Check:
         socket.create_server((host, port), family=family).close()
     except OSError as error:
         owner = port_owner(port)
-        said = f"cannot listen on {host}:{port}: {error.strerror}" + (f", by {owner}" if owner else "")
+        said = f"cannot listen on {host}:{port}: {os_words(error)}" + (f", by {owner}" if owner else "")
         return Check("port", "fail", said, "end that process, or choose another port with --port")
     return Check("port", "ok", f"{host}:{port} is free")
 
@@ -190,7 +190,7 @@ def _directory(name: str, directory: Path) -> Check:
             free_bytes = shutil.disk_usage(existing).free
     except OSError as error:
         fix = "make it writable, or name another in MIMO_CACHE_DIR (of KV: MIMO_KV_STORE_DIR)"
-        return Check(name, "warn", f"{directory} cannot be written: {error.strerror}", fix)
+        return Check(name, "warn", f"{directory} cannot be written: {os_words(error)}", fix)
     held = f"{gib(_held_bytes(directory))} held" if existing == directory else "not there yet"
     said = f"{directory}: {held}, {gib(free_bytes)} free"
     if free_bytes < _LOW_DISK_BYTES:

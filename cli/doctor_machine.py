@@ -8,6 +8,7 @@ from typing import Final
 
 from cli.doctor_check import Check, read_text
 from cli.plan_units import gib
+from cli.terminal import os_words
 
 _LEAST_FILES: Final = 4096
 _X86_FEATURES: Final = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
@@ -104,7 +105,7 @@ def _shared_memory(needs: Needs, root: Path) -> Check:
     try:
         stats = os.statvfs(root / "dev/shm")
     except OSError as error:
-        return Check("shared memory", "fail", f"/dev/shm: {error.strerror}", "mount a tmpfs at /dev/shm")
+        return Check("shared memory", "fail", f"/dev/shm: {os_words(error)}", "mount a tmpfs at /dev/shm")
     size, free = stats.f_frsize * stats.f_blocks, stats.f_frsize * stats.f_bavail
     said = f"/dev/shm has {gib(free)} free of {gib(size)}; the deployment takes up to {gib(needs.shared_memory_bytes)}"
     if needs.shared_memory_bytes > free:

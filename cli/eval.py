@@ -27,6 +27,7 @@ from cli.runtime import run_directory
 from cli.service import service
 from cli.stage import die_with_parent
 from cli.supervisor import StageFailed
+from cli.terminal import os_words
 
 console = Console(stderr=True, highlight=False)
 
@@ -265,5 +266,5 @@ def _report(plan: Plan, tallies: Sequence[Tally], elapsed_s: float, *, as_json: 
         try:
             out.write_text(json.dumps(found, indent=2) + "\n")
         except OSError as error:
-            console.print(f"mimo eval: cannot write {out}: {error.strerror}", style="red", markup=False)
+            console.print(f"mimo eval: cannot write {out}: {os_words(error)}", style="red", markup=False)
             raise typer.Exit(1) from error

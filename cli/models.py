@@ -7,6 +7,7 @@ from pathlib import Path
 
 import typer
 
+from cli.terminal import os_words
 from encoder.checkpoint import CheckpointError, file_size
 
 
@@ -55,12 +56,12 @@ def imported_model(model: str, environ: Mapping[str, str]) -> tuple[Path, str]:
         raise ModelUnavailable(f"model is {model!r}: GGUF files need the package gguf: pip install gguf") from error
     except CacheError as error:
         raise ModelUnavailable(
-            f"model is {model!r}: {error.strerror}; make room there, or name another directory in MIMO_CACHE_DIR"
+            f"model is {model!r}: {os_words(error)}; make room there, or name another directory in MIMO_CACHE_DIR"
         ) from error
     except (GgufError, CheckpointError) as error:
         raise ModelUnavailable(f"model is {model!r}: {error}") from error
     except OSError as error:
-        raise ModelUnavailable(f"model is {model!r}: {path} cannot be read: {error.strerror or error}") from error
+        raise ModelUnavailable(f"model is {model!r}: {path} cannot be read: {os_words(error)}") from error
     return model_dir, model if model in PACKAGED_MODELS else path.stem
 
 
