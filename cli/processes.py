@@ -2,10 +2,10 @@
 
 import asyncio
 import errno
-import signal
 import socket
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,9 +14,11 @@ from cli.arena import arena_name, host_arena
 from cli.load import ConfigError, ServeConfig
 from cli.load_role import EncoderDeployment, RoleDeployment
 from cli.port_owner import port_owner
-from cli.stage import EncoderStage, GatewayStage, Stage, WorkerStage
+from cli.signals import Stop
+from cli.stage import EncoderStage, FrontStage, GatewayStage, Stage, WorkerStage
 from cli.startup import PlainView
 from cli.supervisor import StageEvent, StageFailed, Supervisor
+from cli.terminal import os_words
 from encoder.cluster import ClusterKeys
 
 console = Console(stderr=True, highlight=False)
@@ -51,19 +53,17 @@ def encoder_stages(
     ]
 
 
-def stop_signal() -> asyncio.Event:
-    """Set once this process is told to stop."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+def stop_signal(runtime_dir: Path) -> Stop:
+    """Set once this process is told to stop; told again, it ends at once and takes `runtime_dir` with it."""
+    stop = Stop(runtime_dir)
+    stop.listen()
     return stop
 
 
 async def serve_processes(
     config: ServeConfig | EncoderDeployment | RoleDeployment,
     stages: Sequence[Stage],
-    stop: asyncio.Event,
+    stop: Stop,
     *,
     announce: Callable[[], Coroutine[Any, Any, None]],
     keys: ClusterKeys | None = None,
@@ -83,6 +83,11 @@ async def serve_processes(
             on_event=view.event,
             on_log=view.log if view.captures_logs else None,
         )
+        heads = any(isinstance(stage, GatewayStage | FrontStage) for stage in stages)
+        # The head drains first, and those behind it after that.
+        within_s = config.supervisor.drain_s * (1 + (heads and len(stages) > 1))
+        stop.on_first = lambda: view.stopping(within_s)
+        stop.on_second = lambda number: view.line_at_once(number, supervisor.kill())
         await supervisor.start()
         waits: list[asyncio.Task[Any]] = [
             asyncio.create_task(stop.wait()),
@@ -97,7 +102,6 @@ async def serve_processes(
                 await asyncio.wait([stopped, failed], return_when=asyncio.FIRST_COMPLETED)
             if failed.done():
                 failed.result()
-            view.stopping()
         finally:
             for task in waits:
                 task.cancel()
@@ -161,5 +165,5 @@ def require_free_port(host: str, port: int, *, flag: str = "--port") -> None:
         owner = port_owner(port) if error.errno == errno.EADDRINUSE else None
         whose = f", by {owner}" if owner else ""
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}{whose}; choose another with {flag}"
+            f"cannot listen on {host}:{port}: {os_words(error)}{whose}; choose another with {flag}"
         ) from error

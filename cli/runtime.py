@@ -30,7 +30,7 @@ def run_directory(parent: Path | None = None) -> Iterator[Path]:
         try:
             yield directory
         finally:
-            _remove(directory)
+            remove_run(directory)
 
 
 def sweep(parent: Path) -> list[Path]:
@@ -40,7 +40,7 @@ def sweep(parent: Path) -> list[Path]:
         try:
             with lock_path.open("wb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove(lock_path.parent)
+                remove_run(lock_path.parent)
                 removed.append(lock_path.parent)
         except OSError:
             # Held by a living run, or somebody else's: not ours to touch.
@@ -48,7 +48,8 @@ def sweep(parent: Path) -> list[Path]:
     return removed
 
 
-def _remove(directory: Path) -> None:
+def remove_run(directory: Path) -> None:
+    """Its files, and the shared memory that carries its name. Harmless twice."""
     shutil.rmtree(directory, ignore_errors=True)
     for segment in _SHM.glob(f"{directory.name}-*"):
         segment.unlink(missing_ok=True)

@@ -5,8 +5,11 @@ The command's function is long because every flag is one of its parameters.
 
 import asyncio
 import json
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +20,7 @@ from cli.greet import greet_encoder
 from cli.load import BUILTIN_MODELS, MODES, ConfigError, ServeConfig, as_json
 from cli.load_role import ENCODER_WORKER, ROLES, EncoderDeployment, RoleDeployment, given_role, load_any
 from cli.load_workers import check_workers
-from cli.logs import LOG_FORMATS, log_to_stderr
+from cli.logs import LOG_FORMATS, LogFormat, log_to_stderr
 from cli.preflight import check_deployment
 from cli.processes import (
     base_url,
@@ -32,10 +35,11 @@ from cli.processes import (
     until_ready,
 )
 from cli.runtime import run_directory
+from cli.signals import Stop
 from cli.stage import FrontStage, Stage
-from cli.startup import PlainView, startup_view
+from cli.startup import PlainView, plain_view, startup_view
 from cli.supervisor import StageFailed, StageRefused
-from cli.terminal import quoted
+from cli.terminal import os_words, quoted
 from encoder.checkpoint import read_json_object
 
 
@@ -163,60 +167,86 @@ def serve(
 
     Example: mimo serve --role decode --listen tcp://0.0.0.0:7002 --cluster-key-file cluster.key
     """
-    known_role = given_role(config, role)
-    http = "front" if known_role == "encoder" else "gateway"
-    flags = _flags(
-        {
-            "mode": mode or None,
-            "role": role or None,
-            "model": model or None,
-            f"{http}.host": host or None,
-            f"{http}.port": port,
-            "fetch.media_roots": [str(root) for root in media_root] if media_root else None,
-            "fetch.allow_private_addresses": allow_private_addresses or None,
-            **_encoders(encoders, known_role),
-            "cluster.prefill": prefill,
-            "cluster.decode": decode,
-            "cluster.listen": listen or None,
-            "cluster.advertise": advertise or None,
-            "cluster.key_file": cluster_key_file,
-            "cluster.insecure": insecure_cluster or None,
-            "cluster.health_host": health_host or None,
-            "cluster.health_port": health_port,
-            "encoder.embedding_store": _store_url(embedding_store),
-            "prefill.replicas": prefill_workers,
-            "decode.replicas": decode_workers,
-            "engine.prefix_cache": prefix_cache,
-            "supervisor.log_format": log_format or None,
-        },
-        setting or [],
-    )
-    if flags.get(http, {}).get("port") == 0:
-        flags[http]["port"] = free_port(host or "127.0.0.1")
-    try:
-        with run_directory() as runtime_dir:
-            resolved = load_any(runtime_dir=runtime_dir, file=config, flags=flags)
-            if print_config:
-                if not isinstance(resolved, EncoderDeployment):
-                    check_workers(resolved)
-                typer.echo(as_json(resolved))
-                return
-            if isinstance(resolved, EncoderDeployment):
-                require_free_port(resolved.front.host, resolved.front.port)
-                asyncio.run(_serve_encoder(resolved))
-                return
-            if isinstance(resolved, RoleDeployment):
-                # Only here: the command line is completed without it.
-                from cli.serve_role import serve_role
+    given_format = log_format or os.environ.get("MIMO_SUPERVISOR__LOG_FORMAT", "")
+    with _ends_told("json" if given_format == "json" else "text") as shown, run_directory() as runtime_dir:
+        known_role = given_role(config, role)
+        http = "front" if known_role == "encoder" else "gateway"
+        flags = _flags(
+            {
+                "mode": mode or None,
+                "role": role or None,
+                "model": model or None,
+                f"{http}.host": host or None,
+                f"{http}.port": port,
+                "fetch.media_roots": [str(root) for root in media_root] if media_root else None,
+                "fetch.allow_private_addresses": allow_private_addresses or None,
+                **_encoders(encoders, known_role),
+                "cluster.prefill": prefill,
+                "cluster.decode": decode,
+                "cluster.listen": listen or None,
+                "cluster.advertise": advertise or None,
+                "cluster.key_file": cluster_key_file,
+                "cluster.insecure": insecure_cluster or None,
+                "cluster.health_host": health_host or None,
+                "cluster.health_port": health_port,
+                "encoder.embedding_store": _store_url(embedding_store),
+                "prefill.replicas": prefill_workers,
+                "decode.replicas": decode_workers,
+                "engine.prefix_cache": prefix_cache,
+                "supervisor.log_format": log_format or None,
+            },
+            setting or [],
+        )
+        if flags.get(http, {}).get("port") == 0:
+            flags[http]["port"] = free_port(host or "127.0.0.1")
+        resolved = load_any(runtime_dir=runtime_dir, file=config, flags=flags)
+        if print_config:
+            if not isinstance(resolved, EncoderDeployment):
+                check_workers(resolved)
+            typer.echo(as_json(resolved))
+            return
+        shown.log_format = resolved.supervisor.log_format
+        is_unified = isinstance(resolved, ServeConfig) and resolved.mode == "unified"
+        if is_unified or shown.log_format == "json":
+            log_to_stderr("unified" if is_unified else "supervisor", shown.log_format)
+        if isinstance(resolved, EncoderDeployment):
+            require_free_port(resolved.front.host, resolved.front.port)
+            asyncio.run(_serve_encoder(resolved))
+        elif isinstance(resolved, RoleDeployment):
+            # Only here: the command line is completed without it.
+            from cli.serve_role import serve_role
 
-                serve_role(resolved)
-                return
+            serve_role(resolved)
+        else:
             check_deployment(resolved)
             require_free_port(resolved.gateway.host, resolved.gateway.port)
             asyncio.run(_serve(resolved))
+
+
+@dataclass(slots=True)
+class _Shown:
+    """How what happens is told."""
+
+    log_format: LogFormat
+
+
+@contextmanager
+def _ends_told(log_format: LogFormat) -> Iterator[_Shown]:
+    """What ends the block is told in the format that was asked for, as far as that is known. Raises Exit, and for
+    people what is told elsewhere."""
+    shown = _Shown(log_format)
+    try:
+        yield shown
     except StageFailed as error:
-        console.print(f"[red]mimo serve:[/] {quoted(str(error))}")
+        plain_view(console, shown.log_format).failed(error)
         raise typer.Exit(2 if isinstance(error, StageRefused) else 1) from error
+    except (ConfigError, OSError) as error:
+        if shown.log_format != "json":
+            raise
+        exit_code = 2 if isinstance(error, ConfigError) else 1
+        words = str(error) if isinstance(error, ConfigError) else os_words(error)
+        plain_view(console, "json").refused(words, exit_code=exit_code)
+        raise typer.Exit(exit_code) from error
 
 
 def _flags(named: dict[str, Any], free: Sequence[str]) -> dict[str, Any]:
@@ -256,26 +286,28 @@ def _store_url(given: str) -> str | None:
 async def _serve_encoder(config: EncoderDeployment) -> None:
     front = FrontStage(config=config.front, sglang=config.sglang)
     stages: list[Stage] = [*encoder_stages(config, config.front.encoders), front]
-    await _serve_shown(config, stages, stop_signal())
+    await _serve_shown(config, stages, stop_signal(config.runtime_dir))
 
 
 async def _serve(config: ServeConfig) -> None:
-    stop = stop_signal()
+    stop = stop_signal(config.runtime_dir)
     if config.mode == "unified":
         from cli.unified import serve_unified
 
-        log_to_stderr("unified", config.supervisor.log_format)
-        await serve_unified(config, stop, on_ready=lambda: _greet(config))
+        view = plain_view(console, config.supervisor.log_format, "unified")
+        started_s = time.monotonic()
+        await serve_unified(config, stop, view=view, on_ready=lambda: _announce(config, view, started_s))
         return
     await _serve_shown(config, build_stages(config), stop)
 
 
-async def _serve_shown(config: ServeConfig | EncoderDeployment, stages: Sequence[Stage], stop: asyncio.Event) -> None:
+async def _serve_shown(config: ServeConfig | EncoderDeployment, stages: Sequence[Stage], stop: Stop) -> None:
     """Serve, and show how the stages come up. Raises Exit for a stage that is beyond restarting, which is told."""
+    started_s = time.monotonic()
     view = startup_view(console, [stage.name for stage in stages], config.supervisor.log_format)
     view.start()
     try:
-        await serve_processes(config, stages, stop, announce=lambda: _announce(config, view), view=view)
+        await serve_processes(config, stages, stop, announce=lambda: _announce(config, view, started_s), view=view)
     except StageFailed as error:
         view.failed(error)
         raise typer.Exit(2 if isinstance(error, StageRefused) else 1) from error
@@ -283,9 +315,8 @@ async def _serve_shown(config: ServeConfig | EncoderDeployment, stages: Sequence
         view.close()
 
 
-async def _announce(config: ServeConfig | EncoderDeployment, view: PlainView) -> None:
+async def _announce(config: ServeConfig | EncoderDeployment, view: PlainView, started_s: float) -> None:
     """Wait until every stage is ready, then say where the API is. Raises StageFailed."""
-    started_s = time.monotonic()
     await until_ready(config)
     view.ready(time.monotonic() - started_s, base_url(config))
     if view.is_for_machines:

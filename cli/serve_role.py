@@ -20,7 +20,7 @@ from cli.processes import (
     until_ready,
 )
 from cli.stage import GatewayStage, Stage, WorkerStage
-from cli.startup import JsonView, PlainView
+from cli.startup import PlainView, plain_view
 from cli.supervisor import StageFailed
 from cli.terminal import quoted
 from encoder.cluster import ClusterKeys
@@ -54,11 +54,12 @@ async def _serve_gateway(config: RoleDeployment, keys: ClusterKeys | None) -> No
     stages: list[Stage] = [GatewayStage(config=config.gateway, cluster=config.cluster)]
     view = _view(config)
     announce = partial(_announce_gateway, config, view)
-    await serve_processes(config, stages, stop_signal(), announce=announce, keys=keys, view=view)
+    await serve_processes(config, stages, stop_signal(config.runtime_dir), announce=announce, keys=keys, view=view)
 
 
 def _view(config: RoleDeployment) -> PlainView:
-    return JsonView(console) if config.supervisor.log_format == "json" else PlainView(console)
+    """No table: there is one process."""
+    return plain_view(console, config.supervisor.log_format)
 
 
 async def _announce_gateway(config: RoleDeployment, view: PlainView) -> None:
@@ -92,7 +93,7 @@ async def _serve_worker(config: RoleDeployment, keys: ClusterKeys | None) -> Non
             await stack.enter_async_context(serving)
         view = _view(config)
         announce = partial(_announce_worker, config, health, view)
-        await serve_processes(config, stages, stop_signal(), announce=announce, keys=keys, view=view)
+        await serve_processes(config, stages, stop_signal(config.runtime_dir), announce=announce, keys=keys, view=view)
 
 
 @asynccontextmanager

@@ -5,8 +5,8 @@ their name, warnings are shown above, and once all are ready logs run on as they
 lines are told, and the reason.
 """
 
-import json
 import re
+import signal
 import sys
 import time
 from collections import deque
@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cli.logs import LogFormat
+from cli.logs import LogFormat, json_line
 from cli.plan_units import gib
 from cli.supervisor import StageEvent, StageFailed, StageRefused
 from cli.terminal import printable_line, quoted
@@ -51,14 +51,14 @@ class PlainView:
 
     def event(self, event: StageEvent) -> None:
         """One line of what happened to a process."""
+        said = f"  {event.name:<12} {_words(event)}"
         match event.what:
             case "started":
-                self._console.print(f"  {event.name:<12} pid {event.pid}", style="dim")
+                self._console.print(said, style="dim")
             case "silent":
-                said = f"  {event.name:<12} pid {event.pid} silent for {event.silent_s:.0f} s: killed"
                 self._console.print(said, style="yellow")
             case "exited" if event.returncode:
-                self._console.print(f"  {event.name:<12} pid {event.pid} ended with {event.returncode}", style="yellow")
+                self._console.print(said, style="yellow")
 
     def log(self, name: str, line: str) -> None:
         """A line that a stage has logged, where they come through here."""
@@ -67,19 +67,31 @@ class PlainView:
         """Every stage is ready."""
         self._console.print(f"ready after {elapsed_s:.1f} s")
 
-    def stopping(self) -> None:
-        """Told to stop."""
-        self._console.print("stopping: finishing what is in flight")
+    def stopping(self, within_s: float) -> None:
+        """Told to stop, which takes this long at most."""
+        self._console.print(_stopping_words(within_s))
+
+    def line_at_once(self, number: int, num_killed: int) -> str:
+        """What is said of a second signal. A line, since whoever ends now may be in the middle of printing."""
+        return _at_once_words(number, num_killed)
 
     def failed(self, error: StageFailed) -> None:
         """A stage is beyond restarting; what it logged stands above."""
-        self._console.print(f"[red]mimo serve:[/] {quoted(str(error))}")
+        self.refused(str(error), stage=error.stage, exit_code=2 if isinstance(error, StageRefused) else 1)
+
+    def refused(self, message: str, *, stage: str | None = None, exit_code: int) -> None:
+        """It ends, and why."""
+        self._console.print(f"[red]mimo serve:[/] {quoted(message)}")
 
 
 class JsonView(PlainView):
-    """An object per line on standard error: `event`, `time` (Unix seconds) and what belongs to it."""
+    """An object per line on standard error, with the keys of the logs, `event` and what belongs to it."""
 
     is_for_machines = True
+
+    def __init__(self, console: Console, process: str = "supervisor") -> None:
+        super().__init__(console)
+        self._process = process
 
     def event(self, event: StageEvent) -> None:
         facts: dict[str, Any] = {"stage": event.name, "pid": event.pid}
@@ -87,21 +99,25 @@ class JsonView(PlainView):
             facts["returncode"] = event.returncode
         if event.what == "silent":
             facts["silent_s"] = event.silent_s
-        self._tell(f"stage_{event.what}", **facts)
+        is_odd = event.what == "silent" or (event.what == "exited" and event.returncode)
+        words = f"{event.name}: {_words(event)}"
+        self._tell(f"stage_{event.what}", words, level="warning" if is_odd else "info", **facts)
 
     def ready(self, elapsed_s: float, url: str) -> None:
-        self._tell("ready", elapsed_s=elapsed_s, url=url)
+        self._tell("ready", f"ready after {elapsed_s:.1f} s", elapsed_s=elapsed_s, url=url)
 
-    def stopping(self) -> None:
-        self._tell("stopping")
+    def stopping(self, within_s: float) -> None:
+        self._tell("stopping", _stopping_words(within_s), within_s=within_s)
 
-    def failed(self, error: StageFailed) -> None:
-        self._tell(
-            "failed", message=str(error), stage=error.stage, exit_code=2 if isinstance(error, StageRefused) else 1
-        )
+    def line_at_once(self, number: int, num_killed: int) -> str:
+        facts = {"event": "killed", "num_killed": num_killed, "exit_code": 128 + number}
+        return json_line(self._process, "warning", _at_once_words(number, num_killed), facts)
 
-    def _tell(self, event: str, **facts: Any) -> None:
-        sys.stderr.write(json.dumps({"event": event, "time": time.time(), **facts}) + "\n")
+    def refused(self, message: str, *, stage: str | None = None, exit_code: int) -> None:
+        self._tell("failed", message, level="error", stage=stage, exit_code=exit_code)
+
+    def _tell(self, event: str, message: str, *, level: str = "info", **facts: Any) -> None:
+        sys.stderr.write(json_line(self._process, level, message, {"event": event, **facts}) + "\n")
         sys.stderr.flush()
 
 
@@ -182,9 +198,9 @@ class LiveView(PlainView):
         self._console.print(table)
         super().ready(elapsed_s, url)
 
-    def stopping(self) -> None:
+    def stopping(self, within_s: float) -> None:
         self.close()
-        super().stopping()
+        super().stopping(within_s)
 
     def failed(self, error: StageFailed) -> None:
         """The last lines of whoever failed, or of all that were not ready; and the reason."""
@@ -226,8 +242,37 @@ class LiveView(PlainView):
         return pages * 4096
 
 
+def _words(event: StageEvent) -> str:
+    match event.what:
+        case "exited":
+            return f"pid {event.pid} ended with {event.returncode}"
+        case "silent":
+            return f"pid {event.pid} silent for {event.silent_s:.0f} s: killed"
+        case "ready":
+            return f"pid {event.pid} is ready"
+        case "started":
+            return f"pid {event.pid}"
+
+
+def _stopping_words(within_s: float) -> str:
+    return (
+        f"stopping: finishing what is in flight, for {within_s:.0f} s at most (gateway.drain_s, supervisor.drain_s); "
+        "a second Ctrl-C or SIGTERM ends it now"
+    )
+
+
+def _at_once_words(number: int, num_killed: int) -> str:
+    killed = f", {num_killed} processes killed" if num_killed else ""
+    return f"ended at once by a second signal ({signal.Signals(number).name}){killed}; what was in flight is cut"
+
+
 def startup_view(console: Console, stages: Sequence[str], log_format: LogFormat = "text") -> PlainView:
     """What suits whoever reads."""
-    if log_format == "json":
-        return JsonView(console)
-    return LiveView(console, stages) if console.is_terminal else PlainView(console)
+    if log_format == "text" and console.is_terminal:
+        return LiveView(console, stages)
+    return plain_view(console, log_format)
+
+
+def plain_view(console: Console, log_format: LogFormat, process: str = "supervisor") -> PlainView:
+    """Nothing that moves: lines for people, or for machines as from `process`."""
+    return JsonView(console, process) if log_format == "json" else PlainView(console)

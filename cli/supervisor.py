@@ -22,6 +22,7 @@ from cli.watch import Watch
 from encoder.cluster import ClusterKeys
 
 _READ_OUT_S = 1.0
+_KILLED_S = 5.0
 
 
 class StageFailed(Exception):
@@ -102,6 +103,21 @@ class Supervisor:
         gateways = [stage for stage in self._stages if isinstance(stage, GatewayStage | FrontStage)]
         await asyncio.gather(*(self._end(stage) for stage in gateways))
         await asyncio.gather(*(self._end(stage) for stage in self._stages if stage not in gateways))
+
+    def kill(self) -> int:
+        """SIGKILL all that live, and see them gone; how many there were. Anywhere, a signal handler included."""
+        self._stopping = True
+        pids = list(self.pids.values())
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        give_up_s = time.monotonic() + _KILLED_S
+        for pid in pids:
+            # Whoever else waits for them may have been first.
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < give_up_s:
+                    time.sleep(0.01)
+        return len(pids)
 
     async def _end(self, stage: Stage) -> None:
         process, keeper = self._processes.get(stage.name), self._keepers.get(stage.name)

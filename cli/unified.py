@@ -9,6 +9,8 @@ import torch
 
 from cli.arena import arena_name, host_arena
 from cli.load import ConfigError, ServeConfig
+from cli.signals import Stop
+from cli.startup import PlainView
 from encoder import MemoryLink, open_server
 from encoder.client import EncoderClient
 from encoder.errors import EncoderError
@@ -74,11 +76,16 @@ async def unified_server(config: ServeConfig) -> AsyncIterator[int]:
             await end_stages()
 
 
-async def serve_unified(config: ServeConfig, stop: asyncio.Event, *, on_ready: Callable[[], Awaitable[None]]) -> None:
+async def serve_unified(
+    config: ServeConfig, stop: Stop, *, view: PlainView, on_ready: Callable[[], Awaitable[None]]
+) -> None:
     """Serve until `stop` is set."""
+    stop.on_first = lambda: view.stopping(config.gateway.drain_s + config.supervisor.drain_s)
+    stop.on_second = lambda number: view.line_at_once(number, 0)
     with exporting("unified", "unified"):
         async with unified_server(config):
-            await on_ready()
+            if not stop.is_set():
+                await on_ready()
             await stop.wait()
     # All of it goes with the process: to look through it for cycles took seconds in which nobody is answered.
     gc.freeze()

@@ -304,6 +304,7 @@ class _Exporter:
 
     def close(self) -> None:
         """Send what there is, for seconds at most."""
+        give_up_s = time.monotonic() + _FLUSH_S
         self._waiting.put(None)
         self._thread.join(_FLUSH_S)
         if self._num_dropped:
@@ -311,7 +312,7 @@ class _Exporter:
         # On a thread: a collector that does not answer must not keep this process.
         ending = threading.Thread(target=self._provider.shutdown, name="spans flush", daemon=True)
         ending.start()
-        ending.join(_FLUSH_S)
+        ending.join(max(0.0, give_up_s - time.monotonic()))
         if ending.is_alive():
             logger.warning("the last spans could not be sent within %g s", _FLUSH_S)
 

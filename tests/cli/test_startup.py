@@ -138,7 +138,7 @@ def test_for_machines_an_object_per_line(capsys: pytest.CaptureFixture[str]) -> 
     view.event(StageEvent("decode-0", "exited", 7, 2))
     view.event(StageEvent("decode-0", "silent", 8, silent_s=31.0))
     view.ready(3.25, "http://127.0.0.1:8000")
-    view.stopping()
+    view.stopping(30)
     view.failed(StageRefused("no", stage="decode-0"))
     told = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert said.getvalue() == ""
@@ -147,7 +147,11 @@ def test_for_machines_an_object_per_line(capsys: pytest.CaptureFixture[str]) -> 
     ]
     assert (told[1]["returncode"], told[2]["silent_s"], told[3]["url"]) == (2, 31.0, "http://127.0.0.1:8000")
     assert (told[5]["stage"], told[5]["exit_code"], told[5]["message"]) == ("decode-0", 2, "no")
-    assert all(one["time"] > 1.7e9 for one in told)
+    assert all({"time", "level", "process", "message"} <= one.keys() for one in told)
+    assert [one["level"] for one in told] == ["info", "warning", "warning", "info", "info", "error"]
+    assert "for 30 s at most" in told[4]["message"]
+    killed = json.loads(view.line_at_once(15, 4))
+    assert (killed["event"], killed["exit_code"], killed["process"]) == ("killed", 143, "supervisor")
 
 
 async def test_the_supervisor_hands_on_what_its_processes_write(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """/ready where replicas come and go, and health beside a worker that serves by itself."""
 
+import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -8,7 +10,7 @@ import aiohttp
 import pytest
 
 from encoder.cluster import ClusterKeys, new_secret
-from epd.gateway.health import encoder_health, serving_health, worker_health
+from epd.gateway.health import StageHealth, encoder_health, serving_health, worker_health
 from epd.transport.sockets import WorkerEndpoint
 from epd.types import Hello, Role, WorkerInfo
 from tests.e2e.service import free_port
@@ -120,3 +122,22 @@ async def test_health_beside_one_that_is_not_up_or_is_another() -> None:
                 pass
     async with encoder_health(nobody, keys=KEYS) as health:
         assert health.why_not_ready() == f"{nobody}: not up"
+
+
+@pytest.mark.parametrize(
+    "said", [b"\x16\x03\x01\x02\x00\x01\x00\xff" * 8, b"\xff" + bytes(8) + b"\x7f\x03\x01", b"GET / HTTP/9\r\n\r\n"]
+)
+async def test_what_is_no_http_is_one_line_in_the_log(said: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """Of TLS, a greeting of ZMQ and half of HTTP; however often."""
+    port = free_port()
+    health = StageHealth(why_not_ready=lambda: None, metrics=list)
+    async with serving_health(health, host="127.0.0.1", port=port):
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(said + b"\r\n\r\n")
+            assert (await reader.read()).startswith(b"HTTP/1.0 400") or said.startswith(b"\xff")
+            writer.close()
+    lines = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(lines) == 1
+    assert lines[0].exc_info is None
+    assert "\n" not in lines[0].getMessage()
