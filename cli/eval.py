@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cli.chat_client import server_root
 from cli.eval_client import ChatClient, NoAnswer, served_model
 from cli.eval_view import Tally, percent, show
+from cli.interrupts import EXIT_INTERRUPTED
 from cli.load import MODES, ConfigError, load
 from cli.processes import free_port
 from cli.runtime import run_directory
@@ -103,12 +104,13 @@ def evaluate(
     tallies = [Tally(task, count, failures) for task in plan.tasks]
     started_s = time.monotonic()
     fault: str | None = None
+    code = 1
     try:
         asyncio.run(_evaluate(plan, tallies, quiet=as_json))
     except (StageFailed, NoAnswer) as error:
         fault = str(error)
     except (KeyboardInterrupt, asyncio.CancelledError):
-        fault = "interrupted; this is what was done so far"
+        fault, code = "interrupted; this is what was done so far", EXIT_INTERRUPTED
     _report(plan, tallies, time.monotonic() - started_s, as_json=as_json, out=out)
     if fault is not None:
         console.print(f"mimo eval: {fault}", style="red", markup=False, soft_wrap=True)
@@ -116,7 +118,7 @@ def evaluate(
     for tally in low:
         console.print(f"{tally.task}: {percent(tally.exact_share)} exact, {require} is required", style="red")
     if fault is not None or low or not all(tally.is_complete for tally in tallies):
-        raise typer.Exit(1)
+        raise typer.Exit(code)
 
 
 def _chosen_tasks(named: str | None) -> tuple[str, ...]:

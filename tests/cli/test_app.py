@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -218,5 +219,14 @@ main()
 def test_ctrl_c_while_anything_is_loaded_is_one_quiet_exit(module: str) -> None:
     """Also where a library makes another error of the interruption."""
     command = [sys.executable, "-c", _LOADING.replace("sys.argv[2]", repr(module)), "hello"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        # A shell that runs the tests in the background hands SIGINT on as ignored; a terminal does not.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
