@@ -83,3 +83,31 @@ async def test_settings_files_are_private(tmp_path: Path) -> None:
     await supervisor.start()
     assert (tmp_path / "gateway.json").stat().st_mode & 0o077 == 0
     await supervisor.stop()
+
+
+class EndedAtTheTimeout:
+    """A process whose end is seen only after the wait for it has run out; what asyncio says of it then has no text."""
+
+    pid = 1
+    returncode: int | None = None
+
+    def terminate(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        self.returncode = 0
+        raise ProcessLookupError
+
+    async def wait(self) -> int:
+        while self.returncode is None:
+            await asyncio.sleep(1)
+        return self.returncode
+
+
+async def test_a_process_that_ends_at_the_timeout_is_no_fault(tmp_path: Path) -> None:
+    supervisor = Script("", tmp_path, lambda event: None)
+    supervisor._config = SupervisorConfig(drain_s=0.01)
+    ended = EndedAtTheTimeout()
+    supervisor._processes[supervisor._stages[0].name] = ended  # type: ignore[assignment]
+    await supervisor.stop()
+    assert ended.returncode == 0
