@@ -99,9 +99,9 @@ class EndedAtTheTimeout:
         raise ProcessLookupError
 
     async def wait(self) -> int:
-        while self.returncode is None:
-            await asyncio.sleep(1)
-        return self.returncode
+        if self.returncode is None:
+            await asyncio.sleep(60)
+        return 0
 
 
 async def test_a_process_that_ends_at_the_timeout_is_no_fault(tmp_path: Path) -> None:
