@@ -323,6 +323,8 @@ def _short(reason: str) -> str:
         reason = reason.partition(mark)[0]
     if reason.startswith("NoExtension") or "Unsatisfiable" in reason or "Regex is empty" in reason:
         return "nothing fits it"
+    if "recursion limit" in reason:
+        return "it is nested too deeply"
     if "if regex is empty" in reason:
         return "its pattern, format and lengths are too much together"
     if "regex parse error" in reason:

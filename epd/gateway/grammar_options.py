@@ -3,7 +3,7 @@
 The answers are safe: options that are said to exclude each other do, though not all that do are seen.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from epd.gateway.grammar_faults import Unenforceable
@@ -12,7 +12,8 @@ from epd.gateway.toolcalls import resolve
 _KINDS = frozenset(("null", "boolean", "number", "string", "array", "object"))
 _MAX_DEPTH = 12
 _MAX_FORMS = 64
-_MAX_COMPARED = 20_000
+_MAX_COMPARED = 1_000_000
+_MAX_PASSES = 64
 
 _Form = Sequence[Mapping[str, Any]]
 """Schemas without references and options; what fits all of them fits."""
@@ -43,7 +44,8 @@ class Exclusion:
         """Alternatives that together take in all that fits."""
         if schema is False:
             return []
-        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        self._num_compared += 1
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH or self._num_compared > _MAX_COMPARED:
             return [[]]
         forms: list[_Form] = [[schema]]
         conjuncts = [self._forms(part, depth + 1) for part in schema.get("allOf") or ()]
@@ -58,12 +60,12 @@ class Exclusion:
         return forms
 
     def _excludes(self, one: _Form, other: _Form, depth: int) -> bool:
-        self._num_compared += 1
+        values = _values(one), _values(other)
+        self._num_compared += 1 + sum(len(listed or ()) for listed in values) // 4
         if depth > _MAX_DEPTH or self._num_compared > _MAX_COMPARED:
             return False
-        values = _values(one), _values(other)
         if values[0] is not None and values[1] is not None:
-            return not any(_equal(mine, yours) for mine in values[0] for yours in values[1])
+            return {_identity(value) for value in values[0]}.isdisjoint(map(_identity, values[1]))
         for listed, rest in ((values[0], other), (values[1], one)):
             if listed is not None:
                 return all(self._excludes([_form_of(value)], rest, depth + 1) for value in listed)
@@ -111,11 +113,14 @@ def check_exclusive(exclusion: Exclusion, schema: Mapping[str, Any], path: str) 
 def endless(root: Mapping[str, Any], references: Iterator[str]) -> str | None:
     """The first of the references that only a document without an end fits."""
     waiting, ending = list(dict.fromkeys(references)), set[str]()
-    grows = True
-    while grows:
-        now = {one for one in waiting if one not in ending and _ends(resolve(one, root), ending)}
-        ending |= now
-        grows = bool(now)
+    for _ in range(_MAX_PASSES):
+        num_ending = len(ending)
+        # What is met last leads to the least.
+        for one in reversed(waiting):
+            if one not in ending and _ends(resolve(one, root), ending):
+                ending.add(one)
+        if len(ending) == num_ending:
+            break
     return next((one for one in waiting if one not in ending), None)
 
 
@@ -199,15 +204,20 @@ def _form_of(value: object) -> Mapping[str, Any]:
     return {}
 
 
-def _equal(one: object, other: object) -> bool:
-    """As JSON has it: true is no 1."""
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
-    return one == other
+def _identity(value: object) -> Hashable:
+    """The same for values that are one to JSON: 1 and 1.0, not 1 and true."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():
+            return ("text", value)
+        case list():
+            return ("list", *map(_identity, value))
+        case Mapping():
+            return frozenset((key, _identity(item)) for key, item in value.items())
+        case int() | float():
+            return value
+    return None
 
 
 def _is_empty(form: _Form, lower: Sequence[str], upper: Sequence[str]) -> bool:

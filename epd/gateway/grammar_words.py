@@ -48,6 +48,8 @@ WORDS_OF = {
 
 
 BRANCHES = frozenset(("anyOf", "oneOf", "allOf", "$ref"))
+_MAX_CONSTANT = 1e300
+_MAX_DEPTH = 100
 LISTED = frozenset(("enum", "const"))
 KNOWN = ANNOTATIONS.union(*WORDS_OF.values(), ("type", "nullable", "uniqueItems", "additionalItems"), BRANCHES, LISTED)
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
@@ -56,11 +58,13 @@ _FORMAT_NAMES = frozenset((*FORMATS, "ipv6"))
 
 def check_shapes(schema: object) -> None:
     """Raises Unenforceable where a keyword has a value that no JSON schema gives it, anywhere inside."""
-    waiting = [("", schema)]
+    waiting = [("", schema, 0)]
     while waiting:
-        path, part = waiting.pop()
+        path, part, depth = waiting.pop()
         if isinstance(part, bool):
             continue
+        if depth > _MAX_DEPTH:
+            raise Unenforceable("", f"it is nested too deeply; allowed: {_MAX_DEPTH} schemas inside each other")
         if not isinstance(part, Mapping):
             raise Unenforceable(path, f"it is {json.dumps(part)[:80]}; allowed: a JSON schema")
         for word, value in part.items():
@@ -69,11 +73,11 @@ def check_shapes(schema: object) -> None:
             if not fits(value):
                 raise Unenforceable(here, f"it is {json.dumps(value)[:80]}; allowed: {allowed}")
             if word in MAPS:
-                waiting += [(f"{here}.{key}", item) for key, item in value.items()]
+                waiting += [(f"{here}.{key}", item, depth + 1) for key, item in value.items()]
             elif word in LISTS:
-                waiting += [(f"{here}[{i}]", item) for i, item in enumerate(value)]
+                waiting += [(f"{here}[{i}]", item, depth + 1) for i, item in enumerate(value)]
             elif word in SINGLES:
-                waiting.append((here, value))
+                waiting.append((here, value, depth + 1))
 
 
 def _is_number(value: object) -> bool:
@@ -144,6 +148,9 @@ def check_words(part: Mapping[str, Any], path: str, root: Mapping[str, Any], *, 
             raise Unenforceable(f"{path}.type", f"it is {json.dumps(kind)[:80]}; allowed: {', '.join(TYPES)}")
     if part.get("uniqueItems") and not lenient:
         raise Unenforceable(f"{path}.uniqueItems", "it is not supported")
+    for word in LISTED & part.keys():
+        if (odd := _coarse(part[word])) is not None:
+            raise Unenforceable(f"{path}.{word}", f"{json.dumps(odd)[:80]} is no number that a float of 64 bits holds")
     if part.get("enum") == []:
         raise Unenforceable(f"{path}.enum", "it is empty, so that nothing fits it")
     named = part.get("format")
@@ -188,3 +195,15 @@ def parts(schema: object, *, with_definitions: bool = True) -> Iterator[tuple[st
                 waiting += [(f"{here}[{i}]", item) for i, item in enumerate(value)]
             elif word in SINGLES:
                 waiting.append((here, value))
+
+
+def _coarse(value: object) -> int | float | None:
+    """A number in a constant that llguidance would write as another one."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, list | Mapping):
+            waiting += one.values() if isinstance(one, Mapping) else one
+        elif isinstance(one, int | float) and (abs(one) > _MAX_CONSTANT or float(one) != one):
+            return one
+    return None

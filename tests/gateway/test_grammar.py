@@ -3,6 +3,7 @@
 import json
 import random
 import time
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -339,6 +340,20 @@ HOSTILE: dict[str, dict[str, Any]] = {
     },
     "circles": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
     "multiples": {"type": "number", "multipleOf": 0.000001, "minimum": 0.0000001, "maximum": 99999999},
+    "many references": {"oneOf": [{"$ref": "#/$defs/a"}] * 2, "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 30}}},
+    "options": {"oneOf": [{"anyOf": [{"anyOf": [{"minimum": i}] * 5}] * 9, "maxLength": i} for i in range(40)]},
+    "long lists": {"oneOf": [{"enum": list(range(i, 15_000, 2))} for i in range(2)]},
+    "a chain": {
+        "$ref": "#/$defs/0",
+        "$defs": {str(i): {"items": {"$ref": f"#/$defs/{i * 7919 % 2000}"}, "minItems": 1} for i in range(2000)},
+    },
+    "deep": reduce(lambda inner, _: {"items": inner}, range(900), {}),
+    "union": {
+        "oneOf": [
+            {"type": "object", "properties": {"a": {"const": i}, "b": {"anyOf": [{"type": "null"}]}}, "required": ["a"]}
+            for i in range(150)
+        ]
+    },
     "too large": {"enum": ["x" * 300_000]},
 }
 

@@ -135,6 +135,8 @@ def _fits(value: Decimal, schema: dict[str, Any]) -> bool:
         ({"type": "number", "multipleOf": 0.07}, ".multipleOf", "0.07"),
         ({"type": "number", "multipleOf": 0}, ".multipleOf", "more than 0"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "", "nothing fits"),
+        ({"const": 2**53 + 1}, ".const", str(2**53 + 1)),
+        ({"enum": [1, [{"a": 2**53 + 1}]]}, ".enum", str(2**53 + 1)),
     ],
 )
 def test_numbers_that_cannot_be_had(schema: dict[str, Any], path: str, words: str) -> None:
