@@ -6,8 +6,9 @@ aiohttp bounds neither how long a head takes nor how many connections wait for o
 
 import asyncio
 import logging
+import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from typing import Any, Final, Protocol, cast
 
@@ -18,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 # How long a connection may stand on which nothing is asked.
 IDLE_S: Final = 75.0
+_BACKLOG: Final = 1024
+# When descriptors are short.
+_ACCEPT_PAUSE_S: Final = 0.1
 
 Refuse = Callable[[int, str, str], web.Response]
 """An error answer in the words of the API, of a status, a code and a message."""
@@ -174,63 +178,110 @@ class TlsSite(web.TCPSite):
         self._lobby = runner.lobby
 
     async def start(self) -> None:
-        # Not that of TCPSite, which would listen without TLS.
+        """Raises OSError for an address that cannot be used."""
+        # Not that of TCPSite, which counts nobody before TLS stands.
         await web.BaseSite.start(self)
         server = self._runner.server
         assert server is not None, "the runner is set up first"
-        self._server = await asyncio.get_running_loop().create_server(
-            lambda: _Handshake(server, self._context, self._lobby), self._host, self._port, backlog=self._backlog
+        loop = asyncio.get_running_loop()
+        kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
+        found = await loop.getaddrinfo(self._host, self._port, type=kind, flags=flags)
+        listeners = []
+        try:
+            for family, *_, address in dict.fromkeys(found):
+                listeners.append(_listener(family, address))
+        except OSError:
+            for listener in listeners:
+                listener.close()
+            raise
+        tls_server = _TlsServer(
+            listeners, lambda accepted: _Handshake(accepted, server, self._context, self._lobby).run()
         )
+        # As much of a server as a site asks for.
+        self._server = cast(asyncio.AbstractServer, tls_server)
 
 
-class _Handshake(asyncio.Protocol):
-    """A connection that is not yet safe. What it says right after the handshake is kept for the one it becomes."""
+def _listener(family: int, address: Any) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
-    def __init__(self, server: web.Server, context: ssl.SSLContext, lobby: Lobby) -> None:
+
+class _TlsServer:
+    """Accepts until it is closed; the loop's own server tells nothing of connections whose TLS does not stand yet."""
+
+    def __init__(
+        self, listeners: list[socket.socket], welcome: Callable[[socket.socket], Coroutine[Any, Any, None]]
+    ) -> None:
+        self.sockets = listeners
+        self._welcome = welcome
+        self._shaking: set[asyncio.Task[None]] = set()
+        self._accepting = [asyncio.create_task(self._accept(listener)) for listener in listeners]
+
+    def close(self) -> None:
+        for task in (*self._accepting, *self._shaking):
+            task.cancel()
+        for listener in self.sockets:
+            listener.close()
+        self.sockets = []
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                # Descriptors are short, or the client has gone already.
+                logger.warning("a connection was not accepted: %s", error.strerror or error)
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
+            shaking = asyncio.create_task(self._welcome(accepted))
+            self._shaking.add(shaking)
+            shaking.add_done_callback(self._shaking.discard)
+
+
+class _Handshake:
+    """A connection that is not yet safe."""
+
+    def __init__(self, accepted: socket.socket, server: web.Server, context: ssl.SSLContext, lobby: Lobby) -> None:
+        self._accepted = accepted
         self._server = server
         self._context = context
         self._lobby = lobby
-        self._early = bytearray()
-        self._transport: asyncio.Transport | None = None
-        self._shaking: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
 
     def force_close(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-        if self._shaking is not None:
-            self._shaking.cancel()
+        if self._task is not None:
+            self._task.cancel()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self._transport.pause_reading()
+    async def run(self) -> None:
+        self._task = asyncio.current_task()
         self._lobby.enter(self)
-        self._shaking = asyncio.get_running_loop().create_task(self._shake(self._transport))
-
-    def data_received(self, data: bytes) -> None:
-        self._early += data
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        self._lobby.leave(self)
-
-    async def _shake(self, plain: asyncio.Transport) -> None:
-        loop = asyncio.get_running_loop()
-        timeout_s = self._lobby.head_timeout_s
+        accepted = self._accepted
+        accepted.setblocking(False)
+        peer = "somewhere"
         try:
-            safe = await loop.start_tls(plain, self, self._context, server_side=True, ssl_handshake_timeout=timeout_s)
-        except (OSError, TimeoutError) as error:
-            # What is no TLS, a certificate that is not trusted, and who does not finish: ssl.SSLError is an OSError.
-            peer = plain.get_extra_info("peername")
+            peer = accepted.getpeername()[0]
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._server, accepted, ssl=self._context, ssl_handshake_timeout=self._lobby.head_timeout_s
+            )
+        except OSError as error:
+            # No TLS at all, a client that does not trust the certificate, one that left or is late: all are OSError.
             what = "plain HTTP" if getattr(error, "reason", None) == "HTTP_REQUEST" else str(error) or "it has ended"
-            logger.debug("a connection from %s is no TLS: %s", peer[0] if peer else "somewhere", what)
-            plain.abort()
-            return
+            logger.debug("a connection from %s is no TLS: %s", peer, what)
+            accepted.close()
+        except asyncio.CancelledError:
+            accepted.close()
+            raise
         finally:
             self._lobby.leave(self)
-        if safe is None or safe.is_closing():
-            plain.abort()
-            return
-        connection = self._server()
-        safe.set_protocol(connection)
-        connection.connection_made(safe)
-        if self._early:
-            connection.data_received(bytes(self._early))
