@@ -7,7 +7,6 @@ import json
 import logging
 import ssl
 import subprocess
-from pathlib import Path
 
 import pytest
 import uvloop

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import ssl
 import subprocess
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
@@ -30,6 +31,10 @@ async def test_too_many_requests_are_told_when_to_come_back() -> None:
                     error = (await answer.json())["error"]
                     assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
                     assert 25 <= int(answer.headers["Retry-After"]) <= 30
+                    assert "gateway.requests_per_minute" in error["message"]
+                    assert answer.headers["X-RateLimit-Limit-Requests"] == "2"
+                    assert answer.headers["X-RateLimit-Remaining-Requests"] == "0"
+                    assert 55 <= float(answer.headers["X-RateLimit-Reset-Requests"].removesuffix("s")) <= 60
                 else:
                     assert answer.headers["X-RateLimit-Limit-Requests"] == "2"
         assert statuses == [200, 200, 429, 200]
@@ -130,3 +135,33 @@ def test_settings_that_contradict_themselves(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="api_keys_file"):
         check_gateway(config(api_keys_file=tmp_path / "absent"))
     check_gateway(config(cors_origins=("https://a.example", "http://localhost:3000/", "*")))
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("announced", [True, False])
+async def test_a_body_that_is_too_large_is_told_how_much_may_be_sent(path: str, announced: bool) -> None:
+    async with running_gateway(max_body_bytes=1000) as stack:
+        body = b"x" * 1500
+
+        async def pieces() -> AsyncIterator[bytes]:
+            yield body
+
+        headers = {"Content-Type": "application/json"}
+        async with stack.session.post(path, data=body if announced else pieces(), headers=headers) as answer:
+            assert answer.status == 413
+            given = "1500 bytes" if announced else "more than 1000 bytes"
+            message = (await answer.json())["error"]["message"]
+            assert message == f"the body has {given}; allowed: 1000 (gateway.max_body_bytes)"
+
+
+async def test_the_fingerprint_is_one_also_for_who_waited_for_the_workers() -> None:
+    async with running_gateway(restart_wait_s=20.0) as stack:
+        stack.worker.kv_fingerprint = "weights"
+        stack.worker.die()
+        await asyncio.sleep(0.1)
+        waiting = asyncio.create_task(stack.ask())
+        streaming = asyncio.create_task(stack.events())
+        await asyncio.sleep(0.1)
+        stack.worker.start()
+        told = [(await waiting)[1], (await stack.ask())[1], *(await streaming)[:-1]]
+        assert len({event["system_fingerprint"] for event in told}) == 1

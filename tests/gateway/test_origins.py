@@ -67,8 +67,10 @@ async def test_an_allowed_origin_is_told_so_on_every_answer() -> None:
 @pytest.mark.parametrize(
     ("host", "status"),
     [
-        *(("localhost", 200), ("127.0.0.1:1", 200), ("[::1]:80", 200), ("a.localhost", 200), ("mine.test", 200)),
+        *(("localhost", 200), ("localhost.", 200), ("LOCALHOST.:80", 200), ("a.localhost", 200)),
+        *(("127.0.0.1:1", 200), ("[::1]:80", 200), ("mine.test", 200), ("mine.test.", 200)),
         *(("evil.example", 403), ("127.0.0.1.evil.example", 403), ("localhost.evil.example:80", 403), ("[", 403)),
+        *(("evil.example.", 403), ("localhost..", 403)),
     ],
 )
 async def test_names_that_somebody_points_here(host: str, status: int) -> None:
