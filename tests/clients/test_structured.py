@@ -219,6 +219,40 @@ def test_named_calls_fit(served: Service, number: int) -> None:
     jsonschema.Draft202012Validator(function["parameters"]).validate(json.loads(call["function"]["arguments"]))
 
 
+PAIR = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+FORMS: list[dict[str, Any]] = [
+    {"structured_outputs": {"choice": ["yes", "no"]}},
+    {"structured_outputs": {"regex": "[ab]{2}"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": PAIR}}},
+    {
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": PAIR}}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+    },
+]
+
+
+@pytest.mark.parametrize("form", range(len(FORMS)))
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_an_answer_ends_with_its_form_however_long_it_is_to_be(served: Service, form: int, temperature: float) -> None:
+    fields = {**FORMS[form], "temperature": temperature, "seed": 5, "min_tokens": 120}
+    answer = ask(served, max_tokens=200, **fields)
+    [choice] = answer.body["choices"]
+    text = choice["message"]["content"]
+    if form == 3:
+        text = choice["message"]["tool_calls"][0]["function"]["arguments"]
+    assert choice["finish_reason"] == ("tool_calls" if form == 3 else "stop")
+    assert text in ("yes", "no", "aa", "ab", "ba", "bb") or isinstance(json.loads(text)["a"], bool)
+    # The same in pieces.
+    lines, parts = ask(served, max_tokens=200, stream=True, **fields).body["text"].splitlines(), ""
+    for line in lines:
+        event = line.removeprefix("data: ")
+        for piece in json.loads(event)["choices"] if event.startswith("{") else ():
+            delta = piece["delta"]
+            calls = delta.get("tool_calls") or []
+            parts += (delta.get("content") or "") + "".join(call["function"].get("arguments", "") for call in calls)
+    assert parts == text
+
+
 def test_reasoning_and_then_json(served: Service) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMAS["sentiment"]}}
     answer = ask(served, response_format=wanted, reasoning_effort="high", temperature=0, max_tokens=200)
