@@ -145,6 +145,10 @@ class EncoderClient:
         """The last word of every replica by address; None for those that are not up."""
         return {replica.name: replica.info if replica.is_up else None for replica in self._listed()}
 
+    def why_not_up(self) -> dict[str, str | None]:
+        """Reasons for people by address; None for a replica that is up."""
+        return {replica.name: replica.why_not_up for replica in self._listed()}
+
     async def encode(
         self, content: bytes | None, modality: Modality, options: MediaOptions, key: MediaKey, deadline_unix_s: float
     ) -> EncodeReply:

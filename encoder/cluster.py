@@ -34,6 +34,8 @@ _MIN_DISTINCT: Final = 10
 _HANDSHAKE_MS: Final = 5000
 # The system's own limit is minutes, in which a host that was gone for a moment would not be seen to be back.
 _CONNECT_MS: Final = 3000
+# On a connection that stands; a peer that runs says its part of the handshake in milliseconds.
+_SILENT_AFTER_S: Final = 2.0
 # A peer that announces a larger frame is disconnected before the memory is taken.
 MAX_FRAME_BYTES: Final = 2**30
 # Refusals are told at once, then at this interval at most.
@@ -45,7 +47,9 @@ _REFUSED: Final = (
 )
 # After these a client's socket does not try again by itself.
 _ENDED: Final = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-CLIENT_EVENTS: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED
+CLIENT_EVENTS: Final = (
+    zmq.EVENT_CONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED
+)
 """What a monitor of a client's socket must ask for to feed `Handshakes`."""
 # One that ends early may have met a peer that was just ending; so many in a row have not.
 _REFUSED_AFTER: Final = 3
@@ -209,9 +213,12 @@ class RefusalLog:
 class Handshakes:
     """A client's connection as its monitor tells it: up, down, or never let in."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.is_up = False
+        self._clock = clock
         self._num_refused = 0
+        self._reached_s: float | None = None
+        self._was_silent = False
         self._log = RefusalLog(f"{address} lets nobody in: its cluster key is not the one of this process")
 
     @property
@@ -219,13 +226,31 @@ class Handshakes:
         """The peer is there, and ends every connection before it is set up."""
         return self._num_refused >= _REFUSED_AFTER
 
+    @property
+    def is_silent(self) -> bool:
+        """The peer's host takes the connection and the peer says nothing on it: it hangs, or was stopped."""
+        return not self.is_up and (self._was_silent or self._waited_s() > _SILENT_AFTER_S)
+
+    def _waited_s(self) -> float:
+        """Since the connection was taken, while nothing was said on it."""
+        return 0.0 if self._reached_s is None else self._clock() - self._reached_s
+
     def take(self, event: int) -> bool:
         """One event of `CLIENT_EVENTS`; whether the socket must be told to connect again, after `RETRY_S`."""
-        if event & _REFUSED:
-            self._num_refused += 1
-            if self.is_refused:
+        if event == zmq.EVENT_CONNECTED:
+            self._reached_s = self._clock()
+        elif event == zmq.EVENT_CLOSED:
+            # Nobody took the connection.
+            self._reached_s, self._was_silent = None, False
+        elif event & _REFUSED:
+            # A peer that was stopped lets the time for the handshake run out; one that refuses says so at once.
+            self._was_silent = self._waited_s() > _SILENT_AFTER_S
+            self._reached_s = None
+            self._num_refused += not self._was_silent
+            if self.is_refused and not self._was_silent:
                 self._log.tell()
         else:
+            self._reached_s, self._was_silent = None, False
             self.is_up = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if self.is_up:
                 self._num_refused = 0

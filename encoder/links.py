@@ -61,6 +61,11 @@ class Link(Protocol):
     @property
     def connected(self) -> bool: ...
 
+    @property
+    def is_silent(self) -> bool:
+        """The replica's host takes connections, and the replica says nothing on them."""
+        ...
+
     def open(self) -> None:
         """Start to connect; inside a running loop."""
         ...
@@ -116,6 +121,10 @@ class MemoryLink:
     def connected(self) -> bool:
         return self._is_open
 
+    @property
+    def is_silent(self) -> bool:
+        return False
+
     def open(self) -> None:
         self._is_open = True
         if self.on_change is not None:
@@ -161,6 +170,10 @@ class ZmqLink:
     @property
     def connected(self) -> bool:
         return self._connected
+
+    @property
+    def is_silent(self) -> bool:
+        return self._handshakes.is_silent
 
     def open(self) -> None:
         self._socket = self._context.socket(zmq.DEALER)

@@ -59,6 +59,7 @@ class Remote:
         self._clock = clock
         self._sequence = 0
         self._unanswered = 0
+        self._heard_s: float | None = None
         self._owed: dict[str, _Asked] = {}
         # By id, when it ends by itself at the latest.
         self._held: dict[str, float] = {}
@@ -71,6 +72,18 @@ class Remote:
     @property
     def is_up(self) -> bool:
         return self.link.connected and self.info is not None and self.info.ready
+
+    @property
+    def why_not_up(self) -> str | None:
+        """None when it is up, else a reason for people."""
+        if self.is_up:
+            return None
+        hangs = self.link.is_silent or (self.link.connected and self.info is None and self._heard_s is not None)
+        if not hangs:
+            return "not up"
+        if self._heard_s is None:
+            return "does not answer"
+        return f"does not answer, for {max(0.0, self._clock() - self._heard_s):.0f} s now"
 
     @property
     def is_sound(self) -> bool:
@@ -157,7 +170,7 @@ class Remote:
         """Take in messages until cancelled."""
         while True:
             message, tensors = await self.link.receive()
-            self._unanswered = 0
+            self._unanswered, self._heard_s = 0, self._clock()
             match message:
                 case EncoderInfo():
                     self._learn(message)

@@ -81,8 +81,8 @@ async def encoder_health(address: str, *, keys: ClusterKeys | None) -> AsyncIter
     async with EncoderClient.connect([address], keys=keys) as client:
 
         def why_not_ready() -> str | None:
-            info = client.infos()[address]
-            return None if info is not None and info.ready else f"{address}: not up"
+            why = client.why_not_up()[address]
+            return None if why is None else f"{address}: {why}"
 
         yield StageHealth(why_not_ready=why_not_ready, metrics=lambda: replica_metrics(client.infos()))
 

@@ -65,6 +65,10 @@ class Encoder(Protocol):
         """Every replica's last word by address; None for one that is not up."""
         ...
 
+    def why_not_up(self) -> Mapping[str, str | None]:
+        """Reasons for people by address; None for a replica that is up."""
+        ...
+
 
 class MediaFetcher(Protocol):
     """`preprocess.fetch.Fetcher`."""

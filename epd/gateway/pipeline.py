@@ -199,7 +199,11 @@ class Pipeline:
         infos = self._encoder.infos()
         if infos:
             arenas: set[str] = set()
-            yield {"stage": "encode", "processes": [_encoder(name, info, arenas) for name, info in infos.items()]}
+            whys = self._encoder.why_not_up()
+            yield {
+                "stage": "encode",
+                "processes": [_encoder(name, info, whys[name], arenas) for name, info in infos.items()],
+            }
 
     def _workers(self) -> Iterator[dict[str, Any]]:
         for role in self._fleet.roles:
@@ -231,10 +235,10 @@ def _process(
     }
 
 
-def _encoder(name: str, info: EncoderInfo | None, arenas: set[str]) -> dict[str, Any]:
+def _encoder(name: str, info: EncoderInfo | None, why: str | None, arenas: set[str]) -> dict[str, Any]:
     """Encoders of one host share an arena, which is told once."""
     if info is None:
-        return _process(name, reason="not up")
+        return _process(name, reason=why or "not up")
     pools = []
     if info.arena not in arenas:
         arenas.add(info.arena)

@@ -112,8 +112,8 @@ class Status:
             listed = self._config.decode if role is Role.DECODE else self._config.prefill
             reasons = [self._fleet.why_not_ready(worker) for worker in self._fleet.of_role(role)]
             stages[STAGE_OF_ROLE[role]] = self._missing(listed, reasons)
-        encoders = self._encoder.infos()
-        troubles = [None if info is not None and info.ready else f"{name}: not up" for name, info in encoders.items()]
+        encoders = self._encoder.why_not_up()
+        troubles = [None if why is None else f"{name}: {why}" for name, why in encoders.items()]
         stages["encoder"] = self._missing(self._config.encoders, troubles)
         missing = {stage: reasons for stage, reasons in stages.items() if reasons}
         status = {"status": "waiting", "waiting_for": missing} if missing else {"status": "ready"}

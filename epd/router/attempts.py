@@ -1,6 +1,8 @@
 """A request as it lies with its workers, and a worker as the gateway sees it. The rules are in `workers`."""
 
 import asyncio
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from epd.router.policy import WorkerLoad
@@ -51,6 +53,7 @@ class Worker:
     """One engine process. `info` is None until it answered on the present connection.
 
     `is_retired` takes no new requests: its address is no longer listed. `model` is the one it must serve, if any.
+    `is_silent` had answered, and was lost because it did so no more. `last_heard_s` is on `clock`; 0 means never.
     """
 
     channel: Channel
@@ -60,6 +63,8 @@ class Worker:
     attempts: dict[str, Attempt] = field(default_factory=dict)
     model: str | None = None
     is_retired: bool = False
+    is_silent: bool = False
+    clock: Callable[[], float] = time.monotonic
 
     @property
     def address(self) -> str:
@@ -90,10 +95,11 @@ class Worker:
     def why_not_ready(self) -> str | None:
         """None when ready, else a reason for people."""
         if not self.channel.connected:
-            why = "refuses this process: another cluster key?" if self.channel.is_refused else "not connected"
-            return f"{self.address}: {why}"
+            if self.channel.is_refused:
+                return f"{self.address}: refuses this process: another cluster key?"
+            return f"{self.address}: {self._silence() if self.channel.is_silent else 'not connected'}"
         if self.info is None:
-            return f"{self.address}: has not answered yet"
+            return f"{self.address}: {self._silence() if self.is_silent else 'has not answered yet'}"
         if (wrong := self._why_wrong()) is not None:
             return f"{self.address}: {wrong}"
         if self.is_retired:
@@ -101,6 +107,11 @@ class Worker:
         if self.info.ready:
             return None
         return f"{self.address}: takes no new work, because it is shutting down or has just handed a request back"
+
+    def _silence(self) -> str:
+        if not self.last_heard_s:
+            return "does not answer"
+        return f"does not answer, for {self.clock() - self.last_heard_s:.0f} s now"
 
     def load(self) -> WorkerLoad:
         """Only of a worker that has answered."""

@@ -125,7 +125,7 @@ class Fleet:
                 channel.close()
                 self._wake_waiters()
                 return
-        worker = Worker(channel, role, model=self._model)
+        worker = Worker(channel, role, model=self._model, clock=self._clock)
         self.workers.append(worker)
         if self._beating is not None:
             self._open(worker)
@@ -190,6 +190,7 @@ class Fleet:
                 continue
             if worker.info is not None and now - worker.last_heard_s > self._timeout_s:
                 self._lose(worker, f"silent for {now - worker.last_heard_s:.1f} s")
+                worker.is_silent = True
             self._post(worker, Hello(sequence=self._sequence))
 
     def why_not_ready(self, worker: Worker) -> str | None:
@@ -264,7 +265,7 @@ class Fleet:
             await asyncio.sleep(self._heartbeat_s)
 
     def _received(self, worker: Worker, message: FromWorker) -> None:
-        worker.last_heard_s = self._clock()
+        worker.last_heard_s, worker.is_silent = self._clock(), False
         match message:
             case WorkerInfo():
                 self._informed(worker, message)
@@ -344,7 +345,7 @@ class Fleet:
 
     def _connected(self, worker: Worker) -> None:
         # What an earlier process said about itself is void.
-        worker.info = None
+        worker.info, worker.is_silent = None, False
         worker.last_heard_s = self._clock()
         self._post(worker, Hello(sequence=self._sequence))
 

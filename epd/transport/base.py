@@ -105,6 +105,11 @@ class Channel(Protocol):
         """The worker is there and does not let this side in."""
         ...
 
+    @property
+    def is_silent(self) -> bool:
+        """The worker's host takes connections, and the worker says nothing on them."""
+        ...
+
     def open(self) -> None:
         """Start connecting; call inside the running asyncio loop."""
         ...

@@ -177,6 +177,10 @@ class MemoryChannel:
         return False
 
     @property
+    def is_silent(self) -> bool:
+        return False
+
+    @property
     def connected(self) -> bool:
         return self._up.is_set()
 

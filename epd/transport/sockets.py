@@ -285,6 +285,11 @@ class WorkerChannel:
         """The worker is there and does not let this process in."""
         return self._handshakes.is_refused
 
+    @property
+    def is_silent(self) -> bool:
+        """The worker's host takes the connection, and the worker says nothing on it."""
+        return self._handshakes.is_silent
+
     def open(self) -> None:
         if self._socket is not None:
             return

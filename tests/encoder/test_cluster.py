@@ -286,3 +286,24 @@ def test_a_restart_is_no_refusal() -> None:
     assert handshakes.take(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
     assert handshakes.is_refused
     assert CLIENT_EVENTS & zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+def test_a_peer_that_hangs_refuses_nobody() -> None:
+    """Its host takes the connection, and the time for the handshake runs out: again and again."""
+    now_s = 0.0
+    handshakes = Handshakes("tcp://a:1", lambda: now_s)
+    for _ in range(5):
+        handshakes.take(zmq.EVENT_CONNECTED)
+        now_s += 5.0
+        assert handshakes.is_silent
+        assert not handshakes.take(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+        assert handshakes.is_silent
+        assert not handshakes.is_refused
+    # It was killed: nobody takes the connection.
+    handshakes.take(zmq.EVENT_CLOSED)
+    assert not handshakes.is_silent
+    handshakes.take(zmq.EVENT_CONNECTED)
+    assert not handshakes.is_silent
+    handshakes.take(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    now_s += 100.0
+    assert not handshakes.is_silent

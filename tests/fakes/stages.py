@@ -356,6 +356,9 @@ class FakeEncoder:
             raise EncoderUnavailable("no encoder is up", retry_after_s=1.0)
         return _encoder_info()
 
+    def why_not_up(self) -> dict[str, str | None]:
+        return {name: None if info is not None and info.ready else "not up" for name, info in self.infos().items()}
+
     def infos(self) -> dict[str, EncoderInfo | None]:
         """Two replicas of one host, which share an arena."""
         info = _encoder_info() if self.up else None

@@ -381,3 +381,19 @@ async def test_both_workers_of_a_pair_are_of_one_kind() -> None:
             assert len(kinds) == 1
             seen |= kinds
         assert seen == {"odd", "even"}
+
+
+async def test_one_that_answers_no_more_is_told_apart_from_one_that_never_did() -> None:
+    async with fleet_of(Role.BOTH) as (fleet, (hand,), clock):
+        (worker,) = fleet.workers
+        assert worker.why_not_ready() == "memory://0: has not answered yet"
+        await hand.answer_hello()
+        assert worker.why_not_ready() is None
+        clock.now_s += 6.0
+        # Since the tick before, so that it was not this process that stood still.
+        fleet._ticked_s = clock.now_s
+        fleet.tick()
+        clock.now_s += 10.0
+        assert worker.why_not_ready() == "memory://0: does not answer, for 16 s now"
+        await hand.answer_hello()
+        assert worker.why_not_ready() is None
