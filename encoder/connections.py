@@ -15,6 +15,8 @@ from typing import Any, Final, Protocol, cast
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
+from encoder.seldom import Seldom
+
 logger = logging.getLogger(__name__)
 
 # How long a connection may stand on which nothing is asked.
@@ -44,6 +46,7 @@ class Lobby:
         self.head_timeout_s = head_timeout_s
         self.setting = setting
         self.refuse = refuse
+        self.no_http = Seldom()
         self._waiting: dict[Waiting, None] = {}
 
     @property
@@ -137,7 +140,8 @@ class GuardedConnection(RequestHandler):
             return super().handle_error(request, status, exc, message)
         # The first line says what is wrong, the others show the bytes with a pointer under them.
         what = (message or "it cannot be read").strip().partition("\n")[0].rstrip(":")
-        logger.info("a request from %s is no HTTP: %s", request.remote, what)
+        if (added := self._lobby.no_http.due()) is not None:
+            logger.warning("a request from %s is no HTTP: %s%s", request.remote, what, added)
         response = self._lobby.refuse(status, "malformed_request", f"the request is not valid HTTP: {what}")
         response.force_close()
         return response

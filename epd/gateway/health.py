@@ -7,30 +7,28 @@
 It is asked over its own socket, as everybody asks it: a process that hangs is not ready, whatever its threads say.
 """
 
-import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
 from aiohttp import web
-from aiohttp.web_protocol import RequestHandler
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from encoder.client import EncoderClient
 from encoder.cluster import ClusterKeys
+from encoder.connections import GuardedRunner, Lobby
 from encoder.metrics import replica_metrics
-from encoder.seldom import Seldom
 from epd.gateway.metrics_workers import STAGE_OF_ROLE, role_metrics
 from epd.router.workers import Fleet
 from epd.transport.sockets import WorkerChannel
 from epd.types import Role
 
-logger = logging.getLogger(__name__)
-
 _HEARTBEAT_S = 0.5
 _SILENT_AFTER_S = 10.0
+_MAX_IDLE = 64
+_HEAD_TIMEOUT_S = 5.0
 
 
 class StageHealth:
@@ -104,7 +102,8 @@ async def serving_health(health: StageHealth, *, host: str, port: int) -> AsyncI
 
     app = web.Application()
     app.add_routes([web.get("/health", alive), web.get("/ready", ready), web.get("/metrics", metrics)])
-    runner = _HealthRunner(app, access_log=None)
+    lobby = Lobby(max_waiting=_MAX_IDLE, head_timeout_s=_HEAD_TIMEOUT_S, setting="of a health port", refuse=_refuse)
+    runner = GuardedRunner(app, lobby=lobby, access_log=None)
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()
@@ -113,47 +112,5 @@ async def serving_health(health: StageHealth, *, host: str, port: int) -> AsyncI
         await runner.cleanup()
 
 
-class _HealthConnection(RequestHandler):
-    """What is no HTTP is refused, and told in one line: port scanners, and processes that took it for another port."""
-
-    __slots__ = ("seldom",)
-    seldom: Seldom
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        if status >= 500 or request.writer.output_size > 0:
-            return super().handle_error(request, status, exc, message)
-        # The first line says what is wrong, the others show the bytes with a pointer under them.
-        what = (message or "it cannot be read").strip().partition("\n")[0].rstrip(":")
-        if (added := self.seldom.due()) is not None:
-            logger.warning("a request to the health port, from %s, is no HTTP: %s%s", request.remote, what, added)
-        response = web.json_response({"error": f"the request is not valid HTTP: {what}"}, status=status)
-        response.force_close()
-        return response
-
-
-class _HealthServer(web.Server):
-    seldom: Seldom
-
-    def __call__(self) -> RequestHandler:
-        connection = _HealthConnection(self, loop=self._loop, **self._kwargs)
-        connection.seldom = self.seldom
-        return connection
-
-
-class _HealthRunner(web.AppRunner):
-    async def _make_server(self) -> web.Server:
-        server = await super()._make_server()
-        health = _HealthServer(
-            server.request_handler,
-            request_factory=server.request_factory,
-            handler_cancellation=server.handler_cancellation,
-            **server._kwargs,
-        )
-        health.seldom = Seldom()
-        return health
+def _refuse(status: int, code: str, message: str) -> web.Response:
+    return web.json_response({"error": {"code": code, "message": message}}, status=status)

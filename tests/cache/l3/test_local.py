@@ -717,3 +717,42 @@ def test_any_history_with_little_room(place: Place, seed: int, disk: int) -> Non
     assert num_hits > 60
     for node in nodes:
         node.close()
+
+
+@pytest.mark.parametrize("tends", [True, False])
+def test_files_open_and_records_known_are_bounded_however_much_comes(
+    place: Place, tends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five times what the store has room for, of which some is read, written again and discarded."""
+    max_open_cold = 3
+    monkeypatch.setattr("epd.cache.l3.catalogue._MAX_OPEN_COLD", max_open_cold)
+    node, rng = place.open(), random.Random(7)
+    # One is being moved: its copy is open, too.
+    most_open = MEMORY // SEGMENT + max_open_cold + 1
+    num_files = 0
+    for number in range(0, 5 * (MEMORY + DISK) // VALUE, 4):
+        put(node, range(number, number + 4))
+        older = name(rng.randrange(number + 4))
+        node.get([older], lambda index, value: None, timeout_s=1)
+        if number % 16 == 0:
+            node.put([(older, [value(number, seed=1)])], timeout_s=1)
+            node.discard([name(rng.randrange(number + 4))], timeout_s=1)
+        if tends:
+            node.tend()
+        num_files = max(num_files, len(place.files()))
+        assert len(open_segments(place)) <= most_open, number
+    assert num_files > most_open
+    assert node.usage().num_records <= (MEMORY + DISK) // VALUE
+    node.close()
+    assert open_segments(place) == []
+
+
+def open_segments(place: Place) -> list[str]:
+    """Segments of the store that this process has open, those without a name included."""
+    found = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            target = str(descriptor.readlink())
+            if target.startswith(str(place.hot.parent)) and ".seg" in target:
+                found.append(target)
+    return found
