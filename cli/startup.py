@@ -256,13 +256,13 @@ def _words(event: StageEvent) -> str:
 
 def _stopping_words(within_s: float) -> str:
     return (
-        f"stopping: finishing what is in flight, for {within_s:.0f} s at most (gateway.drain_s, supervisor.drain_s); "
+        f"stopping: finishing what is in flight, for {within_s:.0f} s at most (drain_s); "
         "a second Ctrl-C or SIGTERM ends it now"
     )
 
 
 def _at_once_words(number: int, num_killed: int) -> str:
-    killed = f", {num_killed} processes killed" if num_killed else ""
+    killed = f", {num_killed} of its processes killed" if num_killed else ""
     return f"ended at once by a second signal ({signal.Signals(number).name}){killed}; what was in flight is cut"
 
 
