@@ -243,7 +243,7 @@ async def test_limits_are_named_and_hold(tmp_path: Path) -> None:
     async with gateway(tmp_path, **settings) as stack:
         status, answer = await upload(stack, bytes(300_000))
         assert (status, answer["error"]["code"]) == (413, "file_too_large")
-        assert "100000 bytes (gateway.file_max_bytes)" in answer["error"]["message"]
+        assert "allowed: 100000 (gateway.file_max_bytes)" in answer["error"]["message"]
 
         async def pieces() -> AsyncIterator[bytes]:
             yield part('name="file"; filename="a"', bytes(90_000))[:-2]

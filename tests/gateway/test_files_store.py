@@ -130,7 +130,7 @@ def test_a_file_that_is_too_large_is_refused_when_it_becomes_so(tmp_path: Path) 
     with opened(tmp_path) as store:
         arriving = store.begin(OWNER)
         arriving.write(b"x" * 1000)
-        with pytest.raises(FileTooLarge, match=r"1000 bytes \(gateway\.file_max_bytes\)"):
+        with pytest.raises(FileTooLarge, match=r"allowed: 1000 \(gateway\.file_max_bytes\)"):
             arriving.write(b"x")
         arriving.abandon()
 
@@ -139,7 +139,7 @@ def test_the_limits_of_one_owner_are_no_other_s(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         for _ in range(3):
             add(store, b"x" * 1000)
-        with pytest.raises(FilesFull, match=r"3000 are allowed \(gateway\.files_bytes\)"):
+        with pytest.raises(FilesFull, match=r"allowed: 3000 \(gateway\.files_bytes\)"):
             add(store, b"x")
         assert len(add(store, b"x", owner=OTHER).id) == 37
         for _ in range(4):
@@ -157,7 +157,7 @@ def test_what_arrives_at_the_same_time_counts_together(tmp_path: Path) -> None:
         one, two, three = (store.begin(OWNER) for _ in range(3))
         one.write(b"x" * 1000)
         two.write(b"x" * 1000)
-        with pytest.raises(FilesFull, match="1000 bytes of files are kept, 2001 are arriving"):
+        with pytest.raises(FilesFull, match="1000 bytes of files are kept, and 2001 are arriving"):
             three.write(b"x")
         for upload in (two, three):
             upload.abandon()
