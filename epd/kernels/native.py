@@ -75,7 +75,7 @@ def kernel_states() -> dict[str, str | None]:
 def _try_compiler(compiler: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "probe.cpp"
-        source.write_text("#include <vector>\nextern \"C\" int probe() { return std::vector<int>(3).size(); }\n")
+        source.write_text('#include <vector>\nextern "C" int probe() { return std::vector<int>(3).size(); }\n')
         ctypes.CDLL(str(_compile(compiler, source, Path(scratch))))
 
 
