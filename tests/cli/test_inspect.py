@@ -240,4 +240,8 @@ def test_a_full_disk_is_one_line(arguments: list[str]) -> None:
         command = [sys.executable, "-m", "cli", "inspect", *arguments]
         done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr == "mimo: No space left on device\n"
+    if "--json" in arguments:
+        said = {"command": "mimo inspect", "message": "No space left on device", "exit_code": 1}
+        assert json.loads(done.stderr) == {"error": said}
+    else:
+        assert done.stderr == "mimo: No space left on device\n"
