@@ -46,7 +46,9 @@ class Role:
             time.sleep(0.05)
 
     def terminate(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
+        """SIGTERM, once: a second would end it at once."""
+        if "stopping:" not in self.log:
+            self.process.send_signal(signal.SIGTERM)
 
     def end(self, timeout_s: float = 60.0) -> int:
         """SIGTERM, and the exit code."""
