@@ -1,7 +1,9 @@
+import faulthandler
 import os
 import re
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +32,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# How long after its last line a run may take to end.
+_LEAVE_S = 60.0
+
 # Files whose tests ask `epd` below, and those that ask `served`.
 _ONE_SERVER = {
     "epd": re.compile(r"tests/(page/|e2e/test_(answers|api|bad_input|chat_command|files|media_options)\.py)"),
@@ -49,6 +54,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return next((name for name, files in _ONE_SERVER.items() if files.match(nodeid)), nodeid.partition("::")[0])
 
     return ByServer(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """A thread or process that a failed test left must not keep this one for ever, with its last line printed: it is
+    shown where they stand, and the run has failed."""
+    faulthandler.dump_traceback_later(_LEAVE_S, exit=True, file=sys.__stderr__)
 
 
 @pytest.fixture

@@ -205,7 +205,10 @@ def answering(reply: bytes) -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
-            connection, _ = server.accept()
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
             with connection:
                 if reply:
                     connection.recv(64)
@@ -213,8 +216,12 @@ def answering(reply: bytes) -> Iterator[int]:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        yield server.getsockname()[1]
-        thread.join()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            # One that nobody called would wait on.
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
 
 
 @pytest.mark.parametrize(

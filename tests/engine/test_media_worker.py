@@ -52,12 +52,14 @@ async def running(
     channel.open()
     await asyncio.wait_for(channel.wait_connected(), PATIENCE_S)
     client = Client(channel)
-    yield engine, client, channel.send
-    engine.loop.stop()
-    await asyncio.to_thread(thread.join, PATIENCE_S)
-    await client.close()
-    channel.close()
-    endpoint.close()
+    try:
+        yield engine, client, channel.send
+    finally:
+        engine.loop.stop()
+        await asyncio.to_thread(thread.join, PATIENCE_S)
+        await client.close()
+        channel.close()
+        endpoint.close()
 
 
 @pytest.fixture
