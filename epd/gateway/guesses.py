@@ -12,9 +12,9 @@ import hashlib
 import ipaddress
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 from epd.errors import InvalidApiKey, TooManyRequests
+from epd.gateway.bucket import Bucket
 from epd.gateway.keys import ApiKeys
 
 # Failures that an address may have at once, and how many of them it is forgiven in a minute.
@@ -24,14 +24,6 @@ _PER_MINUTE = 60
 _MAX_WAITING = 30
 # What is remembered at most: addresses, and keys that were right there.
 _MAX_REMEMBERED = 10_000
-
-
-@dataclass(slots=True)
-class _Address:
-    """`level` failures may come now, as of `seen_s`; below 1 the next waits."""
-
-    level: float
-    seen_s: float
 
 
 class Guesses:
@@ -48,7 +40,7 @@ class Guesses:
         self._keys = keys
         self._clock = clock
         self._sleep = sleep
-        self._addresses: OrderedDict[str, _Address] = OrderedDict()
+        self._addresses: OrderedDict[str, Bucket] = OrderedDict()
         self._known: OrderedDict[tuple[str, bytes], None] = OrderedDict()
 
     async def check(self, candidate: bytes, remote: str) -> None:
@@ -63,31 +55,31 @@ class Guesses:
                 return
             # The key is a right one no more.
             del self._known[pair]
-        address = self._address(place)
-        address.level -= 1
-        is_one_of_many = address.level < 0
+        failures = self._failures(place)
+        failures.level -= 1
+        is_one_of_many = failures.level < 0
         if is_one_of_many:
-            wait_s = -address.level * 60 / _PER_MINUTE
-            if -address.level > _MAX_WAITING:
-                address.level += 1
+            wait_s = failures.seconds_until(0)
+            if -failures.level > _MAX_WAITING:
+                failures.level += 1
                 raise _too_many(wait_s)
             await self._sleep(wait_s)
         if not self._keys.accepts(candidate):
             raise _too_many(60 / _PER_MINUTE) if is_one_of_many else _invalid()
-        address.level += 1
+        failures.level += 1
         self._known[pair] = None
         if len(self._known) > _MAX_REMEMBERED:
             self._known.popitem(last=False)
 
-    def _address(self, place: str) -> _Address:
+    def _failures(self, place: str) -> Bucket:
+        """How many may come from there now; where it is in debt the next waits."""
         now_s = self._clock()
-        address = self._addresses.setdefault(place, _Address(FREE_FAILURES, now_s))
+        failures = self._addresses.setdefault(place, Bucket.full(FREE_FAILURES, _PER_MINUTE, now_s))
         self._addresses.move_to_end(place)
         if len(self._addresses) > _MAX_REMEMBERED:
             self._addresses.popitem(last=False)
-        address.level = min(FREE_FAILURES, address.level + (now_s - address.seen_s) * _PER_MINUTE / 60)
-        address.seen_s = now_s
-        return address
+        failures.fill(now_s)
+        return failures
 
 
 def _place(remote: str) -> str:

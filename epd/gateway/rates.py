@@ -1,7 +1,6 @@
 """How many requests one client may make: a bucket of tokens for each, and places for what it has in flight.
 
-A bucket holds as many as may come in one burst and fills at the rate of the limit (token bucket; Turner 1986, as in
-ATM's generic cell rate algorithm). A client is an API key or, where none are in use, an address.
+A client is an API key or, where none are in use, an address.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from epd.errors import TooManyRequests
+from epd.gateway.bucket import Bucket
 
 # Clients that are remembered; of more, those that were silent for longest begin anew with a full bucket.
 _MAX_CLIENTS = 10_000
@@ -20,10 +20,7 @@ _MAX_CLIENTS = 10_000
 
 @dataclass(slots=True)
 class _Client:
-    """`level` requests may come now, as of `seen_s`."""
-
-    level: float
-    seen_s: float
+    bucket: Bucket
     num_inflight: int = 0
 
 
@@ -58,18 +55,19 @@ class RateLimiter:
                 reset_s=1.0,
             )
         if self._per_minute:
-            if client.level < 1:
+            bucket = client.bucket
+            if bucket.level < 1:
                 raise TooManyRequests(
                     f"more than {self._per_minute} requests a minute (gateway.requests_per_minute); allowed: "
                     f"that many, {self._burst} at once",
-                    retry_after_s=(1 - client.level) * 60 / self._per_minute,
+                    retry_after_s=bucket.seconds_until(1),
                     limit=self._per_minute,
-                    reset_s=(self._burst - client.level) * 60 / self._per_minute,
+                    reset_s=bucket.seconds_until(self._burst),
                 )
-            client.level -= 1
+            bucket.level -= 1
         client.num_inflight += 1
         try:
-            yield self._headers(client)
+            yield self._headers(client.bucket)
         finally:
             client.num_inflight -= 1
 
@@ -77,10 +75,9 @@ class RateLimiter:
         now_s = self._clock()
         client = self._clients.get(name)
         if client is None:
-            client = self._clients[name] = _Client(self._burst, now_s)
+            client = self._clients[name] = _Client(Bucket.full(self._burst, self._per_minute, now_s))
             self._forget()
-        client.level = min(self._burst, client.level + (now_s - client.seen_s) * self._per_minute / 60)
-        client.seen_s = now_s
+        client.bucket.fill(now_s)
         self._clients.move_to_end(name)
         return client
 
@@ -92,13 +89,12 @@ class RateLimiter:
             if not self._clients[name].num_inflight:
                 del self._clients[name]
 
-    def _headers(self, client: _Client) -> Mapping[str, str]:
+    def _headers(self, bucket: Bucket) -> Mapping[str, str]:
         """OpenAI's names; `reset` is when the bucket is full again."""
         if not self._per_minute:
             return {}
-        full_in_s = (self._burst - client.level) * 60 / self._per_minute
         return {
             "X-RateLimit-Limit-Requests": str(self._per_minute),
-            "X-RateLimit-Remaining-Requests": str(math.floor(client.level)),
-            "X-RateLimit-Reset-Requests": f"{full_in_s:.3f}s",
+            "X-RateLimit-Remaining-Requests": str(math.floor(bucket.level)),
+            "X-RateLimit-Reset-Requests": f"{bucket.seconds_until(self._burst):.3f}s",
         }
