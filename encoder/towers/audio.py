@@ -260,7 +260,11 @@ class AudioEncoder(nn.Module):
     def __init__(self, config: AudioConfig) -> None:
         super().__init__()
         self.config = config
-        self.speech_embeddings = nn.ModuleList(nn.Embedding(size, config.hidden_size) for size in config.vocab_sizes)
+        # Not `nn.Embedding(size, ...)`: its random start imports all of torch's compiler when the device is meta.
+        self.speech_embeddings = nn.ModuleList(
+            nn.Embedding.from_pretrained(torch.zeros(size, config.hidden_size), freeze=False)
+            for size in config.vocab_sizes
+        )
         self.input_local_transformer = LocalTransformer(config)
         self.projection = AudioProjection(config)
 

@@ -11,18 +11,33 @@ from tests.e2e.service import KNOWN_ANSWERS, ROOT, Service
 pytestmark = pytest.mark.e2e
 
 
-def chat(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "cli", "chat", *arguments]
+def chat(
+    *arguments: str, stdin: str = "", program: tuple[str, ...] = ("-m", "cli")
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *program, "chat", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
         command, cwd=ROOT, env=environment, input=stdin, capture_output=True, text=True, check=False, timeout=200
     )
 
 
-def test_one_question_without_a_server() -> None:
+# What takes seconds and 150 MB to import, and none of our processes needs unless something is compiled.
+_HEAVY = ("torch._dynamo", "sympy", "torchvision", "transformers")
+_PROBED = f"""
+import sys
+from cli.app import main
+try:
+    main()
+finally:
+    print("loaded:", [name for name in {_HEAVY} if name in sys.modules], file=sys.stderr)
+"""
+
+
+def test_one_question_without_a_server_and_without_a_compiler() -> None:
     known = KNOWN_ANSWERS["picture.png"]
-    done = chat("--image", "samples/picture.png", known.question)
+    done = chat("--image", "samples/picture.png", known.question, program=("-c", _PROBED))
     assert (done.returncode, done.stdout) == (0, f"{known.answer}\n"), done.stderr
+    assert "loaded: []" in done.stderr
 
 
 def test_one_question_to_a_server(epd: Service) -> None:
