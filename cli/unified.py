@@ -84,6 +84,9 @@ async def serve_unified(
     stop.on_second = lambda number: view.line_at_once(number, 0)
     with exporting("unified", "unified"):
         async with unified_server(config):
+            # What is there now stays: a full collection that looks at all of torch stops everybody for a tenth of a
+            # second.
+            gc.freeze()
             if not stop.is_set():
                 await on_ready()
             await stop.wait()

@@ -260,9 +260,9 @@ class AudioEncoder(nn.Module):
     def __init__(self, config: AudioConfig) -> None:
         super().__init__()
         self.config = config
-        # Not `nn.Embedding(size, ...)`: its random start imports all of torch's compiler when the device is meta.
+        # With weights of its own: the random ones it would begin with import all of torch's compiler on device meta.
         self.speech_embeddings = nn.ModuleList(
-            nn.Embedding.from_pretrained(torch.zeros(size, config.hidden_size), freeze=False)
+            nn.Embedding(size, config.hidden_size, _weight=torch.zeros(size, config.hidden_size))
             for size in config.vocab_sizes
         )
         self.input_local_transformer = LocalTransformer(config)
