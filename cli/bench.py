@@ -21,10 +21,11 @@ from cli.bench_report import show, show_cases, write_json, write_plot
 from cli.load import ConfigError
 from cli.models import cache_dir
 from cli.signals import exit_code, terminable
+from cli.terminal import error_console
 from encoder.errors import EncoderError
 from preprocess.errors import MediaError
 
-console = Console(stderr=True, highlight=False)
+console = error_console()
 
 bench = typer.Typer(
     name="bench",
@@ -244,6 +245,8 @@ def _output() -> Console:
 def _check_targets(json_file: Path | None, plot: Path | None) -> None:
     """Before minutes are spent measuring. Raises ConfigError."""
     for flag, path in (("--json", json_file), ("--plot", plot)):
+        if path is not None and str(path).startswith("-"):
+            raise ConfigError(f"{flag} needs a file name, not {path}; one that begins so is written ./{path}")
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"{flag} {path}: no such directory {path.parent}")
         if path is not None and path.is_dir():

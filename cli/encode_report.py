@@ -10,16 +10,16 @@ from typing import Any, Final, Self
 
 import typer
 from rich.cells import cell_len
-from rich.console import Console
 from rich.progress import Progress, ProgressColumn, Task
 from rich.text import Text
 
 from cli.encode_inputs import Input
 from cli.encode_records import Totals
 from cli.encode_run import End, How
+from cli.terminal import error_console
 from preprocess.ranges import printable
 
-console = Console(stderr=True, highlight=False)
+console = error_console()
 _BAR_CHARS: Final = 20
 _TOLD_EVERY_S: Final = 10.0
 """Where there is no terminal that a bar could move on."""

@@ -28,9 +28,9 @@ from cli.runtime import run_directory
 from cli.service import service
 from cli.stage import die_with_parent
 from cli.supervisor import StageFailed
-from cli.terminal import os_words
+from cli.terminal import error_console, os_words
 
-console = Console(stderr=True, highlight=False)
+console = error_console()
 
 _MAX_RENDERERS = 4
 # Room for answers that begin right and go on too long, so that they are seen.

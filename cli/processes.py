@@ -8,8 +8,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from cli.arena import arena_name, host_arena
 from cli.load import ConfigError, ServeConfig
 from cli.load_role import EncoderDeployment, RoleDeployment
@@ -18,10 +16,10 @@ from cli.signals import Stop
 from cli.stage import EncoderStage, FrontStage, GatewayStage, Stage, WorkerStage
 from cli.startup import PlainView
 from cli.supervisor import StageEvent, StageFailed, Supervisor
-from cli.terminal import os_words
+from cli.terminal import error_console, os_words
 from encoder.cluster import ClusterKeys
 
-console = Console(stderr=True, highlight=False)
+console = error_console()
 
 
 def build_stages(config: ServeConfig) -> list[Stage]:

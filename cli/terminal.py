@@ -3,10 +3,23 @@
 Of `preprocess` only its rules for printing are used, and those when something is said: help and completion are quick.
 """
 
+from __future__ import annotations
+
 import json
 import sys
+from typing import TYPE_CHECKING
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def error_console() -> Console:
+    """Standard error: lines are folded for a terminal, and whole where a file or a program reads them."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
 
 
 def say(message: str) -> None:

@@ -309,6 +309,7 @@ def test_list_tells_every_case(tmp_path: Path) -> None:
         (["--plot", "x.jpg"], "ends in .png"),
         (["--plot", "/no/such/place/x.png"], "no such directory"),
         (["--json", "/tmp"], "is a directory"),
+        (["--json", "--quick"], "--json needs a file name, not --quick"),
     ],
 )
 def test_wrong_settings(tmp_path: Path, arguments: list[str], words: str) -> None:
