@@ -105,6 +105,7 @@ async def serve_processes(
                 task.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
             await supervisor.stop()
+    view.stopped()
 
 
 def show_event(event: StageEvent) -> None:

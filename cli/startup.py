@@ -57,7 +57,7 @@ class PlainView:
                 self._console.print(said, style="dim")
             case "silent":
                 self._console.print(said, style="yellow")
-            case "exited" if event.returncode:
+            case "exited" if _is_odd(event):
                 self._console.print(said, style="yellow")
 
     def log(self, name: str, line: str) -> None:
@@ -70,6 +70,10 @@ class PlainView:
     def stopping(self, within_s: float) -> None:
         """Told to stop, which takes this long at most."""
         self._console.print(_stopping_words(within_s))
+
+    def stopped(self) -> None:
+        """All has ended as it was told to."""
+        self._console.print("stopped")
 
     def line_at_once(self, number: int, num_killed: int) -> str:
         """What is said of a second signal. A line, since whoever ends now may be in the middle of printing."""
@@ -99,15 +103,17 @@ class JsonView(PlainView):
             facts["returncode"] = event.returncode
         if event.what == "silent":
             facts["silent_s"] = event.silent_s
-        is_odd = event.what == "silent" or (event.what == "exited" and event.returncode)
         words = f"{event.name}: {_words(event)}"
-        self._tell(f"stage_{event.what}", words, level="warning" if is_odd else "info", **facts)
+        self._tell(f"stage_{event.what}", words, level="warning" if _is_odd(event) else "info", **facts)
 
     def ready(self, elapsed_s: float, url: str) -> None:
         self._tell("ready", f"ready after {elapsed_s:.1f} s", elapsed_s=elapsed_s, url=url)
 
     def stopping(self, within_s: float) -> None:
         self._tell("stopping", _stopping_words(within_s), within_s=within_s)
+
+    def stopped(self) -> None:
+        self._tell("stopped", "stopped")
 
     def line_at_once(self, number: int, num_killed: int) -> str:
         facts = {"event": "killed", "num_killed": num_killed, "exit_code": 128 + number}
@@ -175,7 +181,7 @@ class LiveView(PlainView):
             case "silent":
                 row.said = f"silent for {event.silent_s:.0f} s: killed"
             case "exited":
-                row.state, row.said = "ended", f"ended with {event.returncode}, starting again"
+                row.state, row.said = "ended", f"{_ending(event)}, starting again"
 
     def log(self, name: str, line: str) -> None:
         row = self._rows[name]
@@ -214,13 +220,16 @@ class LiveView(PlainView):
     def table(self) -> Table:
         """As it is now."""
         table = Table(box=None, show_header=False, padding=(0, 1))
-        for justify in ("left", "left", "right", "left"):
+        # Where there is little room rich shrinks what may be folded: what a stage says, which is cut instead.
+        for justify in ("left", "left", "right"):
             table.add_column(justify=justify, no_wrap=True)
+        table.add_column()
         for name, row in self._rows.items():
             style = _STYLES[row.state]
             since_s = 0.0 if row.started_s is None else (row.ready_s or self._clock()) - row.started_s
             clock = f"{since_s:.1f} s" if row.started_s is not None else ""
-            table.add_row(f"{_SYMBOLS[row.state]} {name}", row.state, clock, self._detail(row), style=style)
+            detail = Text(self._detail(row), no_wrap=True, overflow="ellipsis")
+            table.add_row(f"{_SYMBOLS[row.state]} {name}", row.state, clock, detail, style=style)
         return table
 
     def _detail(self, row: _Row) -> str:
@@ -229,7 +238,7 @@ class LiveView(PlainView):
             return ""
         held_bytes = self._resident_bytes(row)
         held = f"{gib(held_bytes)} in memory" if held_bytes >= _MENTIONED_BYTES else ""
-        return ", ".join(part for part in (printable_line(row.said)[:80], held) if part)
+        return ", ".join(part for part in (held, printable_line(row.said)) if part)
 
     def _resident_bytes(self, row: _Row) -> int:
         if row.pid is None or row.state != "starting":
@@ -245,13 +254,29 @@ class LiveView(PlainView):
 def _words(event: StageEvent) -> str:
     match event.what:
         case "exited":
-            return f"pid {event.pid} ended with {event.returncode}"
+            return f"pid {event.pid} {_ending(event)}"
         case "silent":
             return f"pid {event.pid} silent for {event.silent_s:.0f} s: killed"
         case "ready":
             return f"pid {event.pid} is ready"
         case "started":
             return f"pid {event.pid}"
+
+
+def _ending(event: StageEvent) -> str:
+    """How a process has ended; a signal by its name."""
+    code = event.returncode or 0
+    if event.was_told and code in (0, -signal.SIGTERM):
+        return "stopped"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    known = {number.value: number.name for number in signal.Signals}
+    return f"killed by {known.get(-code, f'signal {-code}')}"
+
+
+def _is_odd(event: StageEvent) -> bool:
+    """Whether it is more than what starts and stops are made of."""
+    return event.what == "silent" or (event.what == "exited" and event.returncode != 0 and _ending(event) != "stopped")
 
 
 def _stopping_words(within_s: float) -> str:

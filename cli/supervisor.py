@@ -39,13 +39,14 @@ class StageRefused(StageFailed):
 
 @dataclass(frozen=True, slots=True)
 class StageEvent:
-    """What happened to a process, for whoever shows it."""
+    """What happened to a process, for whoever shows it. `was_told`: it has ended because the supervisor stops."""
 
     name: str
     what: Literal["started", "ready", "exited", "silent"]
     pid: int
     returncode: int | None = None
     silent_s: float = 0.0
+    was_told: bool = False
 
 
 class Supervisor:
@@ -145,7 +146,7 @@ class Supervisor:
             process = await self._spawn(stage)
             returncode = await process.wait()
             await self._read_out(stage.name)
-            self._on_event(StageEvent(stage.name, "exited", process.pid, returncode))
+            self._on_event(StageEvent(stage.name, "exited", process.pid, returncode, was_told=self._stopping))
             if self._stopping:
                 return
             lived_s = time.monotonic() - started_s

@@ -90,5 +90,6 @@ async def serve_unified(
             if not stop.is_set():
                 await on_ready()
             await stop.wait()
+    view.stopped()
     # All of it goes with the process: to look through it for cycles took seconds in which nobody is answered.
     gc.freeze()

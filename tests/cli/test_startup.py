@@ -53,7 +53,7 @@ def test_a_line_per_stage_from_waiting_to_ready(tmp_path: Path) -> None:
     assert rows(view)[1] == "… decode-0 starting 2.5 s loading weights"
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "statm").write_text(f"900000 {3 << 18} 1 1 0 1 0")
-    assert rows(view)[1] == "… decode-0 starting 2.5 s loading weights, 3.0 GiB in memory"
+    assert rows(view)[1] == "… decode-0 starting 2.5 s 3.0 GiB in memory, loading weights"
     view.event(StageEvent("decode-0", "ready", 7))
     clock.now_s += 5
     assert rows(view)[1] == "✓ decode-0 ready 2.5 s"
@@ -64,6 +64,35 @@ def test_a_line_per_stage_from_waiting_to_ready(tmp_path: Path) -> None:
     # The cursor is shown again, and nothing moves any more.
     assert text.rindex("\x1b[?25h") < text.index("ready after")
     view.close()
+
+
+@pytest.mark.parametrize("width", [100, 80, 60])
+def test_where_there_is_little_room_only_what_a_stage_says_is_cut(tmp_path: Path, width: int) -> None:
+    view, clock, _ = live(tmp_path)
+    view.event(StageEvent("decode-0", "started", 7))
+    clock.now_s += 123.4
+    address = "ipc:///tmp/mimo-run-0123456789abcdef/" + "decode-0" * 20
+    view.log("decode-0", f"2026-01-01 10:00:00,000 decode-0 INFO epd.engine.worker: listens at {address}")
+    said = io.StringIO()
+    Console(file=said, width=width).print(view.table())
+    first, second = said.getvalue().splitlines()
+    assert first.split() == ["·", "encoder-0", "waiting"]
+    assert " ".join(second.split()).startswith("… decode-0 starting 123.4 s listens at ipc:///tmp")
+    assert len(second.rstrip()) <= width
+    assert second.rstrip().endswith("…")
+
+
+@pytest.mark.parametrize("code", [0, -15])
+def test_what_is_told_to_stop_is_no_fault(code: int) -> None:
+    said = io.StringIO()
+    view = PlainView(Console(file=said, width=120))
+    view.event(StageEvent("gateway", "exited", 7, code, was_told=True))
+    view.stopped()
+    assert said.getvalue() == "stopped\n"
+    view.event(StageEvent("gateway", "exited", 7, -9, was_told=True))
+    view.event(StageEvent("gateway", "exited", 7, 3))
+    lines = [" ".join(line.split()) for line in said.getvalue().splitlines()[1:]]
+    assert lines == ["gateway pid 7 killed by SIGKILL", "gateway pid 7 ended with exit code 3"]
 
 
 def test_warnings_are_seen_above_the_table_and_control_characters_are_not_obeyed(tmp_path: Path) -> None:
@@ -85,7 +114,7 @@ def test_after_the_start_logs_run_on(tmp_path: Path, capsys: pytest.CaptureFixtu
     view.event(StageEvent("decode-0", "exited", 7, -9))
     view.event(StageEvent("decode-0", "ready", 9))
     assert capsys.readouterr().err == "after\n"
-    assert said.getvalue().endswith("decode-0     pid 7 ended with -9\n")
+    assert said.getvalue().endswith("decode-0     pid 7 killed by SIGKILL\n")
 
 
 def test_a_failure_is_the_last_lines_of_that_stage_and_the_reason(tmp_path: Path) -> None:
@@ -139,17 +168,24 @@ def test_for_machines_an_object_per_line(capsys: pytest.CaptureFixture[str]) -> 
     view.event(StageEvent("decode-0", "silent", 8, silent_s=31.0))
     view.ready(3.25, "http://127.0.0.1:8000")
     view.stopping(30)
+    view.event(StageEvent("encoder-0", "exited", 6, -15, was_told=True))
+    view.stopped()
     view.failed(StageRefused("no", stage="decode-0"))
     told = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert said.getvalue() == ""
     assert [one["event"] for one in told] == [
-        *("stage_started", "stage_exited", "stage_silent", "ready", "stopping", "failed")
+        *("stage_started", "stage_exited", "stage_silent", "ready", "stopping", "stage_exited", "stopped", "failed")
     ]
     assert (told[1]["returncode"], told[2]["silent_s"], told[3]["url"]) == (2, 31.0, "http://127.0.0.1:8000")
-    assert (told[5]["stage"], told[5]["exit_code"], told[5]["message"]) == ("decode-0", 2, "no")
+    assert (told[7]["stage"], told[7]["exit_code"], told[7]["message"]) == ("decode-0", 2, "no")
     assert all({"time", "level", "process", "message"} <= one.keys() for one in told)
-    assert [one["level"] for one in told] == ["info", "warning", "warning", "info", "info", "error"]
+    assert [one["level"] for one in told] == [*("info", "warning", "warning", "info", "info", "info", "info", "error")]
     assert "for 30 s at most" in told[4]["message"]
+    assert [told[1]["message"], told[5]["message"], told[6]["message"]] == [
+        "decode-0: pid 7 ended with exit code 2",
+        "encoder-0: pid 6 stopped",
+        "stopped",
+    ]
     killed = json.loads(view.line_at_once(15, 4))
     assert (killed["event"], killed["exit_code"], killed["process"]) == ("killed", 143, "supervisor")
 

@@ -37,6 +37,7 @@ def test_a_table_then_a_request_that_can_be_pasted() -> None:
         assert "in a browser" in greeting
         terminal.type("\x03")
         terminal.until("stopping", 30)
+        terminal.until("stopped", 60)
         assert terminal.process.wait(60) == 0
 
 
