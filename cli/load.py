@@ -9,12 +9,11 @@ Every key is checked against the dataclass it fills. An unknown key, section or 
 name and the allowed ones; nothing is accepted and ignored.
 """
 
-import json
 import os
 import re
 import tomllib
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -25,10 +24,11 @@ from cli.cluster import KEY_VARIABLE, ClusterConfig
 from cli.errors import ConfigError as ConfigError
 from cli.logs import LogFormat
 from cli.models import PACKAGED_MODELS, ModelUnavailable, cache_dir, imported_model, is_imported, kv_store_dir
+from cli.secret_settings import refuse_hidden
 from encoder import FrontConfig, SglangConfig
 from encoder.checkpoint import CheckpointError, read_json_object
 from encoder.config import EncoderConfig
-from epd.config import EngineConfig, FetchPolicy, GatewayConfig, without_password
+from epd.config import EngineConfig, FetchPolicy, GatewayConfig
 from epd.types import Role
 
 Mode = Literal["epd", "e-pd", "unified"]
@@ -109,7 +109,8 @@ _TOP_LEVEL = ("mode", "role", "model", "model_name")
 _OF_ROLE = {"front": "encoder", "sglang": "encoder", "cluster": "gateway, prefill, decode or encoder-worker"}
 
 
-def _allowed_keys(section: str) -> list[str]:
+def allowed_keys(section: str) -> list[str]:
+    """What may stand in a section, by name."""
     owner = _SECTIONS["engine" if section in ("prefill", "decode") else section]
     keys = [field.name for field in fields(owner) if section == "cluster" or field.name not in _DERIVED]
     return sorted([*keys, "replicas"] if section in _STAGES else keys)
@@ -179,14 +180,16 @@ def build(section: str, owner: type[SettingsT], values: Mapping[str, Any], **der
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Parse one TOML file; a bare name is looked up in the shipped `configs/`."""
+    """Parse one TOML file, or one of JSON; a bare name is looked up in the shipped `configs/`."""
     found = path if path.is_file() else CONFIGS / (path.name if path.suffix else f"{path.name}.toml")
     if not found.is_file():
         shipped = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.toml")))
         raise ConfigError(f"no configuration file {path}; give a path, or one of the shipped ones: {shipped}")
     try:
+        if found.suffix == ".json":
+            return msgspec.json.decode(found.read_bytes(), type=dict[str, Any])
         return tomllib.loads(found.read_text())
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.DecodeError) as error:
         raise ConfigError(f"{found}: {error}") from error
 
 
@@ -217,14 +220,15 @@ def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
                 raise ConfigError(f"unknown setting {name!r}; allowed: {allowed}")
             if not isinstance(value, Mapping):
                 raise ConfigError(
-                    f"{name} is {value!r}; it is a section and holds keys: {', '.join(_allowed_keys(name))}"
+                    f"{name} is {value!r}; it is a section and holds keys: {', '.join(allowed_keys(name))}"
                 )
             for key, item in value.items():
-                if key not in _allowed_keys(name):
-                    raise ConfigError(f"unknown key {name}.{key}; allowed: {', '.join(_allowed_keys(name))}")
+                if key not in allowed_keys(name):
+                    raise ConfigError(f"unknown key {name}.{key}; allowed: {', '.join(allowed_keys(name))}")
                 # From the environment and from --set a list comes as text.
                 as_list = isinstance(item, str) and _is_list(name, key)
                 merged.setdefault(name, {})[key] = _listed(f"{name}.{key}", item) if as_list else item
+    refuse_hidden(merged)
     return merged
 
 
@@ -392,24 +396,3 @@ def named_by_section(message: str, stage: str, own: Collection[str]) -> str:
 
 def without_replicas(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key != "replicas"}
-
-
-def as_json(settings: Any) -> str:
-    """One settings dataclass as JSON, paths as strings; secrets are counted, never shown."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Path):
-            return str(value)
-        raise TypeError(f"{type(value).__name__} is not a setting")
-
-    shown = asdict(settings)
-    for owner in (shown, shown.get("gateway") or {}, shown.get("front") or {}):
-        if owner.get("api_keys"):
-            owner["api_keys"] = [f"({len(owner['api_keys'])} hidden)"]
-    for engine in (*shown.get("prefill", ()), *shown.get("decode", ())):
-        engine["kv_store"] = without_password(engine["kv_store"])
-    for encoder in shown.get("encoders", ()):
-        scheme, at, place = encoder["embedding_store"].rpartition("@")
-        if at:
-            encoder["embedding_store"] = f"{scheme.partition('://')[0]}://(hidden)@{place}"
-    return json.dumps(shown, default=plain, indent=2)

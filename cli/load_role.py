@@ -116,12 +116,17 @@ def _refuse_foreign(role: str, settings: Mapping[str, Any]) -> None:
                 f"{', '.join(f'[{known}]' for known in allowed)}"
             )
     for key in settings.get("cluster", {}):
-        if key in (_OF_WORKERS if role == "gateway" else _OF_GATEWAY):
+        if is_foreign(role, key):
             why = "answers on its own port" if role == "gateway" else "is told with each request whom it needs"
             raise ConfigError(f"cluster.{key} is set, but role {role} has no such setting: it {why}")
     section = "encoder" if role == ENCODER_WORKER else role
     if role not in ("encoder", "gateway") and replicas(section, settings.get(section, {})) != 1:
         raise ConfigError(f"{section}.replicas is set; role {role} is one process, allowed: 1")
+
+
+def is_foreign(role: str, key: str) -> bool:
+    """Whether this key of [cluster] is one that the role does not have."""
+    return key in (_OF_WORKERS if role == "gateway" else _OF_GATEWAY)
 
 
 def _load_role(role: str, runtime_dir: Path, settings: Mapping[str, Any], environ: Mapping[str, str]) -> RoleDeployment:

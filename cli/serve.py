@@ -17,7 +17,7 @@ import typer
 
 from cli.completion import one_of, served_models, shipped_configs
 from cli.greet import greet_encoder
-from cli.load import BUILTIN_MODELS, MODES, ConfigError, ServeConfig, as_json
+from cli.load import BUILTIN_MODELS, MODES, ConfigError, ServeConfig
 from cli.load_role import ENCODER_WORKER, ROLES, EncoderDeployment, RoleDeployment, given_role, load_any
 from cli.load_workers import check_workers
 from cli.logs import LOG_FORMATS, LogFormat, log_to_stderr
@@ -35,6 +35,7 @@ from cli.processes import (
     until_ready,
 )
 from cli.runtime import run_directory
+from cli.settings_view import as_json
 from cli.signals import Stop
 from cli.stage import FrontStage, Stage
 from cli.startup import PlainView, plain_view, startup_view
@@ -72,7 +73,9 @@ def serve(
     ] = "",
     config: Annotated[
         Path | None,
-        typer.Option(help="TOML file; a bare name means one of the shipped configs/.", autocompletion=shipped_configs),
+        typer.Option(
+            help="File in TOML or JSON; a bare name means one of the shipped configs/.", autocompletion=shipped_configs
+        ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = "",
     port: Annotated[
@@ -156,7 +159,10 @@ def serve(
         ),
     ] = "",
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Show the resolved settings as JSON and stop.")
+        bool,
+        typer.Option(
+            "--print-config", help="Show every setting with its value as JSON, named as --set takes it, and stop."
+        ),
     ] = False,
 ) -> None:
     """Start an OpenAI-compatible API on the Encode-Prefill-Decode pipeline, or one stage of it.

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from cli.cluster import KEY_VARIABLE, ClusterConfig, cluster_keys, near, own_address, with_advertised
-from cli.load import ConfigError, as_json
+from cli.load import ConfigError
 from cli.load_role import RoleDeployment, load_any
+from cli.settings_view import as_json
 from encoder.cluster import ClusterKeys, new_secret
 from epd.types import Role
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from cli.load import ConfigError, ServeConfig, as_json, load
+from cli.load import ConfigError, ServeConfig, load
 from cli.load_role import EncoderDeployment, load_any
+from cli.settings_view import as_json
 from epd.types import Role
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cli.load import ConfigError, ServeConfig, as_json, load
+from cli.load import ConfigError, ServeConfig, load
 from cli.load_role import EncoderDeployment, given_role, load_any
+from cli.settings_view import as_json
 
 
 def load_with(tmp_path: Path, *, toml: str = "", environ: dict[str, str] | None = None, **flags: object) -> object:

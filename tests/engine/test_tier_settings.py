@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cli.load import ConfigError, as_json, load
+from cli.load import ConfigError, load
+from cli.settings_view import as_json
 from epd.config import EngineConfig
 from epd.types import Role
 
