@@ -71,7 +71,7 @@ class NotReady(AnswerShape):
 
 
 class TokenScore(AnswerShape):
-    """`bytes` are those of the token, since part of a character is no text."""
+    """`bytes` are those of the token. Part of a character is no text: `token` is then as `bytes:\\xe2\\x82`."""
 
     token: str
     logprob: float
@@ -106,10 +106,11 @@ class ToolCallPiece(ToolCallMade):
 
 
 class AnswerMessage(AnswerShape):
-    """`content` is null where the model only calls tools."""
+    """`content` is null where the model only calls tools. `refusal` is for clients that look for it."""
 
     role: Literal["assistant"]
     content: str | None
+    refusal: None
     reasoning_content: str = Field(default_factory=str)
     tool_calls: Annotated[list[ToolCallMade], Field(min_length=1)] = Field(default_factory=list)
 

@@ -144,7 +144,7 @@ def create_app(
     file_routes = None if files is None else Files(config, store=files, admission=admission)
     if file_routes is not None:
         parts.append(file_routes)
-    parts.append(Document(config, operations=lambda: operations))
+    parts.append(Document(config, operations=lambda: operations, num_token_ids=renderer.vocabulary.num_token_ids))
     operations = [operation for part in parts for operation in part.operations()]
     keys = ApiKeys(config.api_keys, config.api_keys_file)
     edge = Edge(

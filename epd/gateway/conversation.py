@@ -4,7 +4,7 @@ Every string of the client passes through `guard`, so that the template's output
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from epd.gateway.schema_parts import (
     ToolMessage,
     UserMessage,
 )
+from epd.gateway.validation import shown
 
 Guard = Callable[[str], str]
 
@@ -58,18 +59,37 @@ def read_conversation(body: ChatBody, guard: Guard, library: Library | None = No
 
     Raises ServeError for a value that only its content shows to be wrong.
     """
+    _check_tool_messages(body.messages)
     media = _Media(library, bool(body.return_media) or any(_names_media(message) for message in body.messages))
     messages = [_message(message, f"messages[{i}]", guard, media) for i, message in enumerate(body.messages)]
     tools = body.tools if body.tools and body.tool_choice != "none" else None
+    shown_tools = [tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in tools or ()]
     return Conversation(
         messages=messages,
-        tools=[_guarded(tool.model_dump(exclude_none=True), guard) for tool in tools] if tools else None,
+        tools=[_guarded(tool, guard) for tool in shown_tools] or None,
         tool_schemas={tool.function.name: tool.function.parameters or {} for tool in tools} if tools else None,
         options=body.chat_template_kwargs.model_dump(exclude_none=True) if body.chat_template_kwargs else {},
         reasoning_effort=body.reasoning_effort,
         media=tuple(media.parts),
         tells_media=media.are_told,
     )
+
+
+def _check_tool_messages(messages: Sequence[Message]) -> None:
+    """Raises InvalidRequest for the result of a call that nobody made."""
+    calls: set[str] = set()
+    for i, message in enumerate(messages):
+        match message:
+            case AssistantMessage(tool_calls=list() as made):
+                calls.update(call.id for call in made)
+            case ToolMessage(tool_call_id=call_id) if call_id not in calls:
+                param = f"messages[{i}].tool_call_id"
+                raise InvalidRequest(
+                    f"{param} is {shown(call_id)}; allowed: the id of a call in an assistant message before it",
+                    param=param,
+                )
+            case _:
+                pass
 
 
 def _names_media(message: Message) -> bool:

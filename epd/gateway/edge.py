@@ -11,16 +11,18 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from aiohttp import web
 
 from encoder.tracing_web import note_problem
-from epd.errors import ServeError, TooManyRequests
+from epd.errors import InvalidRequest, ServeError, TooManyRequests
 from epd.gateway.guesses import Guesses
 from epd.gateway.keys import ApiKeys
 from epd.gateway.metrics import GatewayMetrics
 from epd.gateway.operations import Handler, Operation
 from epd.gateway.origins import Origins
+from epd.gateway.other_servers import route_instead
 from epd.gateway.owner import owner_of, set_owner
 from epd.gateway.problems import Problem, internal_problem, new_request_id, problem_of
 from epd.gateway.rates import RateLimiter
 from epd.gateway.sse import ANSWER_HEADERS, STREAM, EventStream
+from epd.gateway.validation import shown
 
 logger = logging.getLogger(__name__)
 # One line per request, with its facts as fields for a log that is read by machines.
@@ -50,7 +52,15 @@ class Edge:
         self._origins = origins
         self._metrics = metrics
         self._clock = clock
-        self._open_handlers = frozenset(operation.handler for operation in operations if operation.is_open)
+        listed = tuple(operations)
+        self._paths = frozenset(operation.path for operation in listed)
+        self._open_handlers = frozenset(operation.handler for operation in listed if operation.is_open)
+        # Probes and pages may bring what keeps caches away.
+        self._queries = {
+            operation.handler: [parameter.name for parameter in operation.parameters if parameter.where == "query"]
+            for operation in listed
+            if not operation.is_open
+        }
 
     @web.middleware
     async def around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -61,7 +71,7 @@ class Edge:
         try:
             response = await self._let_in(request, handler)
         except web.HTTPException as error:
-            response = _answer(_http_problem(request, error), _allow_header(error))
+            response = _answer(self._http_problem(request, error), _allow_header(error))
         except ServeError as error:
             if isinstance(error, TooManyRequests):
                 request[ANSWER_HEADERS].update(error.headers)
@@ -92,7 +102,16 @@ class Edge:
         await self._check_key(request)
         with self._place(request) as headers:
             request[ANSWER_HEADERS].update(headers)
+            self._check_query(request)
             return await handler(request)
+
+    def _check_query(self, request: web.Request) -> None:
+        """Raises InvalidRequest for a parameter that the operation does not have."""
+        known = self._queries.get(request.match_info.handler)
+        unknown = None if known is None else next((name for name in request.query if name not in known), None)
+        if unknown is not None:
+            allowed = ", ".join(known or ()) or "none"
+            raise InvalidRequest(f"unknown query parameter {shown(unknown)}; allowed: {allowed}", param=unknown)
 
     def _place(self, request: web.Request) -> AbstractContextManager[Mapping[str, str]]:
         """Limits are for what costs something: looking is free."""
@@ -135,6 +154,19 @@ class Edge:
                 extra={"facts": facts},
             )
 
+    def _http_problem(self, request: web.Request, error: web.HTTPException) -> Problem:
+        """What aiohttp itself refuses: no such route, no such method."""
+        match error:
+            case web.HTTPNotFound():
+                instead = route_instead(request.path, self._paths)
+                hint = "" if instead is None else f"; use {instead}"
+                return Problem(404, "unknown_route", f"there is no route {request.path}{hint}")
+            case web.HTTPMethodNotAllowed():
+                allowed = ", ".join(sorted(error.allowed_methods))
+                return Problem(405, "method_not_allowed", f"{request.path} takes {allowed}, not {request.method}")
+            case _:
+                return Problem(error.status, "http_error", error.reason)
+
 
 def _client_left(request: web.Request) -> bool:
     return request.transport is None or request.transport.is_closing()
@@ -167,18 +199,6 @@ def _answer(problem: Problem, headers: Mapping[str, str] | None = None) -> web.R
         content_type="application/json",
         headers={**problem.headers, **(headers or {})},
     )
-
-
-def _http_problem(request: web.Request, error: web.HTTPException) -> Problem:
-    """What aiohttp itself refuses: no such route, no such method."""
-    match error:
-        case web.HTTPNotFound():
-            return Problem(404, "unknown_route", f"there is no route {request.path}")
-        case web.HTTPMethodNotAllowed():
-            allowed = ", ".join(sorted(error.allowed_methods))
-            return Problem(405, "method_not_allowed", f"{request.path} takes {allowed}, not {request.method}")
-        case _:
-            return Problem(error.status, "http_error", error.reason)
 
 
 def _allow_header(error: web.HTTPException) -> dict[str, str]:

@@ -127,7 +127,7 @@ def _found(part: AnyMediaPart, path: str, library: Library | None) -> _Found:
 
 def _referred(modality: Modality, ref: FileRef | None, param: str, is_named: bool) -> _Found:
     # Clients of vLLM write a medium that they only name with an empty URL as often as with null.
-    if ref is None or (is_named and ref.url == "" and ref.file_id is None):
+    if ref is None or (is_named and not ref.url and ref.file_id is None):
         return _Found(modality)
     if (ref.url is None) == (ref.file_id is None):
         if ref.url is None:

@@ -6,7 +6,7 @@ It says what this server does, with its own model, its limits and its keys, not 
 import asyncio
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -17,6 +17,7 @@ from pydantic_core import core_schema
 from epd.config import GatewayConfig
 from epd.gateway.answer_shapes import Error
 from epd.gateway.operations import ERRORS, Answer, FormBody, Operation
+from epd.gateway.schema_sampling import TOKEN_ID
 
 _REF = "#/components/schemas/{model}"
 _PATH_VARIABLE = re.compile(r"\{(\w+)(?::[^{}]*(?:\{[^{}]*\}[^{}]*)*)?\}")
@@ -73,10 +74,13 @@ _OTHER_BODIES: Mapping[str, Any] = {"application/json": {"type": "object"}, "*/*
 class Document:
     """The operation that serves the document, which describes it as well."""
 
-    def __init__(self, config: GatewayConfig, *, operations: Callable[[], Sequence[Operation]]) -> None:
+    def __init__(
+        self, config: GatewayConfig, *, operations: Callable[[], Sequence[Operation]], num_token_ids: int
+    ) -> None:
         """`operations` are those of the whole application; asked for once, at the first request."""
         self._config = config
         self._operations = operations
+        self._num_token_ids = num_token_ids
         self._text: asyncio.Future[bytes] | None = None
 
     def operations(self) -> tuple[Operation, ...]:
@@ -99,18 +103,19 @@ class Document:
         return web.Response(body=await asyncio.shield(self._text), content_type="application/json")
 
     def _write(self) -> bytes:
-        return json.dumps(document(self._operations(), self._config), ensure_ascii=False).encode()
+        whole = document(self._operations(), self._config, num_token_ids=self._num_token_ids)
+        return json.dumps(whole, ensure_ascii=False).encode()
 
 
-def document(operations: Sequence[Operation], config: GatewayConfig) -> dict[str, Any]:
-    """The whole document as JSON values."""
+def document(operations: Sequence[Operation], config: GatewayConfig, *, num_token_ids: int = 2**31) -> dict[str, Any]:
+    """The whole document as JSON values. `num_token_ids` is what the model's vocabulary has."""
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
         path = _PATH_VARIABLE.sub(r"{\1}", operation.path)
         paths.setdefault(path, {})[operation.method.lower()] = _operation(operation, config)
     tags = dict.fromkeys(operation.tag for operation in operations)
     components: dict[str, Any] = {
-        "schemas": _schemas(operations, config),
+        "schemas": _schemas(operations, config, num_token_ids),
         "responses": {f"Error{status}": _error(status) for status in ERRORS},
         "headers": {**_HEADERS, **(_RATE_HEADERS if config.requests_per_minute else {})},
     }
@@ -257,7 +262,7 @@ def _reference(shape: type[BaseModel]) -> dict[str, str]:
     return {"$ref": _REF.format(model=shape.__name__)}
 
 
-def _schemas(operations: Iterable[Operation], config: GatewayConfig) -> dict[str, Any]:
+def _schemas(operations: Iterable[Operation], config: GatewayConfig, num_token_ids: int) -> dict[str, Any]:
     """Every shape by its name. What a body may hold on this server is told where a schema can."""
     shapes: dict[type[BaseModel], None] = {Error: None}
     bodies: dict[type[BaseModel], None] = {}
@@ -272,13 +277,46 @@ def _schemas(operations: Iterable[Operation], config: GatewayConfig) -> dict[str
     _, written = models_json_schema(inputs, ref_template=_REF, schema_generator=_Generator)  # type: ignore[arg-type]
     schemas: dict[str, Any] = written["$defs"]
     for shape in bodies:
-        properties = schemas[shape.__name__]["properties"]
-        if "model" in properties:
-            may_be_null = {"type": "null"} in properties["model"].get("anyOf", ())
-            properties["model"] = {"enum": [config.model_name, *([None] if may_be_null else [])]}
-        if "messages" in properties:
-            properties["messages"]["maxItems"] = config.max_messages
+        _set_limits(schemas[shape.__name__]["properties"], config)
+    for part in _parts_of(schemas):
+        # A field of a shape may be called "format", too.
+        if part.get("format") == TOKEN_ID:
+            del part["format"], part["exclusiveMaximum"]
+            part["maximum"] = num_token_ids - 1
     return dict(sorted(schemas.items()))
+
+
+def _set_limits(properties: dict[str, Any], config: GatewayConfig) -> None:
+    """Those of this server in a body's fields."""
+    if "model" in properties:
+        may_be_null = {"type": "null"} in properties["model"].get("anyOf", ())
+        described = {name: words for name, words in properties["model"].items() if name == "description"}
+        properties["model"] = {"enum": [config.model_name, *([None] if may_be_null else [])], **described}
+    if "messages" in properties:
+        for kind in _kinds(properties["messages"], "array"):
+            kind["maxItems"] = config.max_messages
+    for name in properties.keys() & {"n", "best_of"}:
+        for kind in _kinds(properties[name], "integer"):
+            kind.pop("exclusiveMaximum", None)
+            kind["maximum"] = config.max_choices
+    for kind in _kinds(properties.get("prompt", {}), "array"):
+        # An array of numbers is one prompt.
+        if kind["items"].get("type") != "integer":
+            kind["maxItems"] = config.max_prompts
+
+
+def _kinds(schema: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+    """A field's schema, or those of what it may be, that are of a type."""
+    either = schema.get("anyOf") or schema.get("oneOf") or [schema]
+    return [one for one in either if one.get("type") == kind]
+
+
+def _parts_of(value: Any) -> Iterator[dict[str, Any]]:
+    """Every schema inside one, and what else is an object."""
+    if isinstance(value, dict):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _parts_of(inner)
 
 
 class _Generator(GenerateJsonSchema):

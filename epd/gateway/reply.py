@@ -99,9 +99,17 @@ def usage_json(end: AnswerEnd) -> dict[str, Any]:
 
 
 def spelled_token(token_id: int, vocabulary: Vocabulary, *, as_id: bool) -> tuple[str, bytes]:
-    """How log-probabilities write a token: as text, or `token_id:7`; and its bytes."""
+    """How log-probabilities write a token: as text, or `token_id:7`; and its bytes.
+
+    Part of a character is written by its bytes, so that different tokens are different texts.
+    """
     spelling = vocabulary.spell([token_id])
-    return (f"token_id:{token_id}" if as_id else spelling.decode("utf-8", "replace")), spelling
+    if as_id:
+        return f"token_id:{token_id}", spelling
+    try:
+        return spelling.decode(), spelling
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling), spelling
 
 
 def finite(logprob: float) -> float:
@@ -237,7 +245,8 @@ class ChatWriter:
     def _choice(self, index: int, collected: _Message) -> dict[str, Any]:
         assert collected.end is not None, "every choice has ended"
         content = "".join(collected.content)
-        message: dict[str, Any] = {"role": "assistant", "content": content if content or not collected.calls else None}
+        said = content if content or not collected.calls else None
+        message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
         if collected.reasoning:
             message["reasoning_content"] = "".join(collected.reasoning)
         if collected.calls:

@@ -7,7 +7,17 @@ from typing import Any
 from epd.gateway.account import Account
 from epd.gateway.answer import Content
 from epd.gateway.detokenize import Detokenizer
-from epd.gateway.reply import AnswerEnd, AnswerEvent, AnswerPart, ChoiceEnd, ReplyHead, ReplyStyle, finite, usage_json
+from epd.gateway.reply import (
+    AnswerEnd,
+    AnswerEvent,
+    AnswerPart,
+    ChoiceEnd,
+    ReplyHead,
+    ReplyStyle,
+    finite,
+    spelled_token,
+    usage_json,
+)
 from epd.gateway.vocabulary import Vocabulary
 from epd.types import TokenLogprob
 
@@ -127,14 +137,7 @@ class TextWriter:
         return {self._spelled(token_id): finite(logprob) for token_id, logprob in scored.items()}
 
     def _spelled(self, token_id: int) -> str:
-        """Part of a character is written by its bytes, so that different tokens are different keys."""
-        if self._style.tokens_as_ids:
-            return f"token_id:{token_id}"
-        spelling = self._vocabulary.spell([token_id])
-        try:
-            return spelling.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling)
+        return spelled_token(token_id, self._vocabulary, as_id=self._style.tokens_as_ids)[0]
 
 
 def _legacy(tokens: list[str], scores: list[float], top: list[dict[str, float]], offsets: list[int]) -> dict[str, Any]:

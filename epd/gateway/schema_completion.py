@@ -8,7 +8,7 @@ from epd.gateway.schema import ChatTemplateKwargs
 from epd.gateway.schema_parts import Message
 from epd.gateway.schema_sampling import MAX_LOGPROBS, GenerationBody, TokenId
 from epd.gateway.schema_tools import Tool
-from epd.gateway.shape import TAG, Conflict, Shape
+from epd.gateway.shape import TAG, Conflict, EmptyObject, Shape
 
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 
@@ -35,15 +35,23 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions. `prompt` is a text, several, token ids, or several lists of them."""
 
     prompt: PromptInput
+    """A text, several, token ids, or several lists of them."""
     echo: bool | None = None
+    """The text begins with the prompt."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """For each token, how many of the most probable ones are told."""
     add_special_tokens: bool | None = None
     """Whether a text is begun and ended as its tokenizer says; true when left out."""
     best_of: Annotated[int, Field(ge=1)] | None = None
-    suffix: None = None
+    """The same as `n`: answers are not ranked."""
+    suffix: Literal[""] | None = None
+    """Texts are only continued."""
     prompt_embeds: None = None
+    """Prompts are text or tokens."""
     store: Literal[False] | None = None
+    """Answers are not kept."""
     metadata: dict[str, str] | None = None
+    """Taken, and without effect."""
 
     @model_validator(mode="after")
     def _fields_agree(self) -> "CompletionBody":
@@ -81,7 +89,7 @@ class TokenizeBody(Shape):
     add_generation_prompt: Literal[True] | None = None
     continue_final_message: Literal[False] | None = None
     chat_template: None = None
-    mm_processor_kwargs: None = None
+    mm_processor_kwargs: EmptyObject | None = None
 
     @model_validator(mode="after")
     def _has_one_input(self) -> "TokenizeBody":

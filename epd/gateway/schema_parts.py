@@ -73,7 +73,19 @@ class MediaOptionsOfAll(ImageOptions, VideoOptions):
     """Which of them apply is known with the content."""
 
 
-class NamedMedia(Shape):
+class CacheControl(Shape):
+    """Of Anthropic's API, as LiteLLM's users send it. Prompts are always cached, so it has no effect."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class _Part(Shape):
+    cache_control: CacheControl | None = None
+    """Taken, and without effect: prompts are always cached."""
+
+
+class NamedMedia(_Part):
     """What a medium is called: `uuid` by the client, `key` by this server.
 
     With content the uuid stands for it from now on. Without content (null or absent) the part is what its name stands
@@ -84,7 +96,7 @@ class NamedMedia(Shape):
     key: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")] | None = None
 
 
-class TextPart(Shape):
+class TextPart(_Part):
     type: Literal["text"]
     text: str
 
@@ -130,9 +142,10 @@ MediaContent = Annotated[
 
 
 class _Message(Shape):
-    """`name` tells people apart for other servers; this model's prompt has no place for it."""
-
     name: str | None = None
+    """Taken, and without effect: the prompt has no place for it."""
+    cache_control: CacheControl | None = None
+    """Taken, and without effect: prompts are always cached."""
 
 
 class SystemMessage(_Message):

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from epd.gateway.schema_parts import CacheControl
 from epd.gateway.shape import TAG, Conflict, Shape
 
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
@@ -25,6 +26,8 @@ class FunctionDefinition(Shape):
 class Tool(Shape):
     type: Literal["function"]
     function: FunctionDefinition
+    cache_control: CacheControl | None = None
+    """Taken, and without effect: prompts are always cached."""
 
 
 class NamedFunction(Shape):

@@ -13,6 +13,11 @@ Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 """What travels to other processes must fit their integers; whether it makes sense is judged with the medium."""
 
 
+EmptyList = Annotated[list[Any], Field(max_length=0)]
+EmptyObject = Annotated[dict[str, Any], Field(max_length=0)]
+"""What another server would read and this one does not: nothing in it changes nothing."""
+
+
 class Conflict(ValueError):
     """Two fields do not go together; `param` is the one to change."""
 
@@ -54,7 +59,7 @@ class _SameKind:
 class Shape(BaseModel):
     """Base of every shape. Where only one value is allowed, what Python calls equal to it is not: false is no 0."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:

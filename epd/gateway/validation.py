@@ -6,7 +6,9 @@ Sizes come first and the shape is left at its first fault: a body is judged in t
 holds. No word of the validator's own reaches the client.
 """
 
+import difflib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -16,6 +18,8 @@ from pydantic_core import ErrorDetails
 from epd.config import GatewayConfig
 from epd.errors import InvalidRequest, ModelNotFound
 from epd.gateway.json_text import depth_at_most, parse_json
+from epd.gateway.other_servers import FIELDS
+from epd.gateway.schema_parts import TextPart
 from epd.gateway.shape import TAG, Conflict
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -26,10 +30,19 @@ _MAX_VALUES = 100_000
 _MAX_FIELDS = 1024
 _MAX_DEPTH = 128
 
+# Longer names of fields are not compared with the known ones.
+_MAX_GUESSED = 64
 _COUNTED_AT_ONCE_BYTES = 4 << 20
 # No set: what a client sends as a type need not be hashable.
 _MEDIA_TYPES = ("image_url", "video_url", "audio_url", "input_audio", "file")
 _JSON_NAMES = {list: "array", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
+
+# What clients write as a bare text where an object is meant.
+_OBJECTS: Mapping[str, str] = {
+    **dict.fromkeys(("image_url", "video_url", "audio_url"), '{"url": ...}'),
+    "input_audio": '{"data": ...}',
+    "file": '{"file_id": ...} or {"file_data": ...}',
+}
 
 # What pydantic found, in words of JSON; `{}` takes the bound of the error's context that follows.
 _WORDS: Mapping[str, tuple[str, str | None]] = {
@@ -155,11 +168,11 @@ def _refusal(error: ValidationError, shape: type[BaseModel]) -> InvalidRequest:
     match fault["type"]:
         case "extra_forbidden":
             allowed = ", ".join(_field_names(owner)) if owner is not None else "none"
-            text = f"unknown field {path} (value {given}); allowed fields: {allowed}"
+            text = f"unknown field {path} (value {given}){_instead(path, owner)}; allowed fields: {allowed}"
         case "missing":
             text = f"field {path} is required"
         case "literal_error":
-            text = f"{path} is {given}; allowed: {_as_json(context['expected'])}"
+            text = f"{path} is {given}; allowed: {_as_json(context['expected'])}{_why_text_only(fault, owner)}"
         case "union_tag_invalid" | "union_tag_not_found":
             return _wrong_tag(path, fault)
         case "value_error":
@@ -171,8 +184,31 @@ def _refusal(error: ValidationError, shape: type[BaseModel]) -> InvalidRequest:
             if bound is None and fault["loc"][-1:] == (f"{TAG}text",):
                 words = "it must be a string or an array"
             words = words.format(_number(context[bound]) if bound else "")
-            text = f"{path} is {given}; {_PLAIN_WORDS.get(words, words)}"
+            name = path.rpartition(".")[2]
+            if kind.startswith("model_") and name in _OBJECTS:
+                words += f": {_OBJECTS[name]}"
+            text = f"{path} is {given}; {_PLAIN_WORDS.get(words, words)}{_instead(path, owner)}"
     return InvalidRequest(text, param=path or None)
+
+
+def _instead(path: str, owner: type[BaseModel] | None) -> str:
+    """What a field of another server, or one that is misspelled, is called here."""
+    names = [] if owner is None else _field_names(owner)
+    named = FIELDS.get(re.sub(r"\[\d+\]", "", path))
+    if named is not None and named.partition(".")[0] in names:
+        return f"; use {named}"
+    last = path.rpartition(".")[2]
+    if last in names:
+        return ""
+    near = difflib.get_close_matches(last[:_MAX_GUESSED], names, n=1, cutoff=0.8)
+    return f"; the nearest is {near[0]}" if near else ""
+
+
+def _why_text_only(fault: ErrorDetails, owner: type[BaseModel] | None) -> str:
+    """A part that is no text, in a message whose role takes none other."""
+    if owner is not TextPart or fault["loc"][0] != "messages" or fault["input"] not in _MEDIA_TYPES:
+        return ""
+    return f' in a message of the role {shown(fault["loc"][2])}; media go into messages of the role "user"'
 
 
 def _wrong_tag(path: str, fault: ErrorDetails) -> InvalidRequest:

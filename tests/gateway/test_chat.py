@@ -158,6 +158,19 @@ async def test_tool_calls_are_parsed() -> None:
         assert body["choices"][0]["message"]["content"] == CALL
 
 
+async def test_part_of_a_character_is_written_by_its_bytes() -> None:
+    async with running_gateway(says("a \U0001f600")) as stack:
+        _, body, _ = await stack.ask(logprobs=True, top_logprobs=1)
+    message, entries = body["choices"][0]["message"], body["choices"][0]["logprobs"]["content"]
+    parts = [entry for entry in entries if entry["token"].startswith("bytes:")]
+    assert parts
+    for entry in parts:
+        assert bytes.fromhex(entry["token"].removeprefix("bytes:").replace("\\x", "")) == bytes(entry["bytes"])
+        assert entry["top_logprobs"][0]["token"] == entry["token"]
+    assert not any("\ufffd" in entry["token"] for entry in entries)
+    assert message == {"role": "assistant", "content": "a \U0001f600", "refusal": None}
+
+
 async def test_logprobs_follow_the_tokens() -> None:
     async with running_gateway(says("a red circle")) as stack:
         _, body, _ = await stack.ask(logprobs=True, top_logprobs=1)

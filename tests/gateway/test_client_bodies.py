@@ -289,7 +289,7 @@ REFUSED: dict[str, Any] = {
     "continue_final_message": True,
     "include_reasoning": False,
     "chat_template": "x",
-    "documents": [],
+    "documents": [{"text": "x"}],
     "mm_processor_kwargs": {"fps": 1},
     "truncate_prompt_tokens": 5,
     "allowed_token_ids": [1],

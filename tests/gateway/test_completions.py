@@ -191,7 +191,7 @@ async def test_special_tokens_of_a_prompt_are_special() -> None:
         ("a", {"logprobs": 21}, "logprobs", "at most 20"),
         ("a", {"max_tokens": 0}, "max_tokens", "at least 1"),
         ("a", {"best_of": 2}, "best_of", "nothing is ranked"),
-        ("a", {"suffix": "b"}, "suffix", "null"),
+        ("a", {"suffix": "b"}, "suffix", 'allowed: ""'),
         ("a", {"min_tokens": 17}, "min_tokens", "at most max_tokens"),
         ("a", {"stop_token_ids": [5, 10**6]}, "stop_token_ids[1]", "ids of this model"),
         ("a", {"stream_options": {"include_usage": True}}, "stream_options", "stream"),

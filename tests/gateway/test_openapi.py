@@ -13,9 +13,10 @@ from epd.gateway.answer_shapes import ModelCard
 from epd.gateway.examples import PICTURE
 from epd.gateway.openapi import document
 from epd.gateway.operations import ERRORS, Answer, FormBody, Operation, Parameter
+from epd.gateway.schema_sampling import TOKEN_ID
 from epd.gateway_config import GatewayConfig
 from tests.fakes.document import AnswerJudge
-from tests.fakes.gateway import MODEL, MODEL_DIR, chat_body, running_gateway, says
+from tests.fakes.gateway import MODEL, MODEL_DIR, RENDERER, chat_body, running_gateway, says
 
 CONFIG = GatewayConfig(model_dir=MODEL_DIR, model_name=MODEL)
 
@@ -208,3 +209,24 @@ async def test_limits_of_rates_and_files_of_keys_are_told(tmp_path: Path) -> Non
             rule = whole["components"]["headers"][name]["schema"]["pattern"]
             assert re.search(rule, headers[name])
         assert "X-RateLimit-Limit-Requests" in operation["responses"]["200"]["headers"]
+
+
+async def test_bodies_have_the_limits_of_this_server() -> None:
+    schemas = (await served(max_choices=3, max_prompts=5))["components"]["schemas"]
+    chat, text = schemas["ChatBody"]["properties"], schemas["CompletionBody"]["properties"]
+    for body in (chat, text):
+        assert {"type": "integer", "minimum": 1, "maximum": 3} in body["n"]["anyOf"]
+    arrays = [kind for kind in text["prompt"].get("anyOf") or text["prompt"]["oneOf"] if kind["type"] == "array"]
+    assert [kind.get("maxItems") for kind in arrays] == [5, None, 5]
+    last = RENDERER.vocabulary.num_token_ids - 1
+    token_id = {"type": "integer", "minimum": 0, "maximum": last}
+    assert arrays[1]["items"] == arrays[2]["items"]["items"] == token_id
+    assert schemas["DetokenizeBody"]["properties"]["tokens"]["items"] == token_id
+    assert next(kind for kind in chat["stop_token_ids"]["anyOf"] if kind["type"] == "array")["items"] == token_id
+    assert TOKEN_ID not in json.dumps(schemas)
+
+
+@pytest.mark.parametrize("body", ["ChatBody", "CompletionBody"])
+async def test_every_field_of_a_request_is_described(body: str) -> None:
+    properties = (await served())["components"]["schemas"][body]["properties"]
+    assert not [name for name, field in properties.items() if not field.get("description")]

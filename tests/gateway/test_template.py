@@ -91,7 +91,7 @@ def call(name: str, arguments: str) -> dict[str, Any]:
 
 
 def result(text: str) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": "id", "content": text}
+    return {"role": "tool", "tool_call_id": "id-time", "content": text}
 
 
 CALLING = {
