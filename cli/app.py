@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from cli.errors import ConfigError
 from cli.interrupts import EXIT_INTERRUPTED, interrupt_again, is_interrupted
-from cli.terminal import complain, os_words, say, speaks_json
+from cli.terminal import complain, os_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,19 @@ SUBCOMMANDS: Final[Mapping[str, Subcommand]] = {
     "cache": Subcommand("cli.cache", "cache", "Look into the caches of this host, or empty them."),
 }
 """In the order of the help."""
+
+_MODELS: Final = "the models are mimo-nano, smollm2, directories and .gguf files; `mimo inspect MODEL` tells of one"
+_OTHER_TOOLS: Final[Mapping[str, str]] = {
+    "run": "`mimo chat` asks a model, `mimo serve` serves it",
+    "start": "`mimo serve` starts a server",
+    "list": _MODELS,
+    "ls": _MODELS,
+    "models": _MODELS,
+    "show": "`mimo inspect MODEL` tells what a model holds",
+    "pull": "nothing is downloaded; `mimo serve --model` takes a directory or a .gguf file that is here",
+    "ps": "`mimo doctor` tells who has a port; a server names its model at /v1/models",
+}
+"""Commands of Ollama and others, by the words people try."""
 
 _USAGE_FAULT: Final[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 """What a wrong flag, value or argument raises. typer brings a click of its own, whose names are not public."""
@@ -69,6 +82,9 @@ class LazyGroup(TyperGroup):
         return command
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Raises a usage error that tells whoever knows another tool's word what does the same here."""
+        if args and args[0] in _OTHER_TOOLS:
+            ctx.fail(f"No such command {args[0]!r}: {_OTHER_TOOLS[args[0]]}")
         if args and args[0] in SUBCOMMANDS:
             self.load(args[0])
         interrupt_again()
@@ -84,11 +100,16 @@ class LazyGroup(TyperGroup):
 
 
 def name_value(error: Any) -> None:
-    """A value's refusal says what is allowed; this adds what was given, which only its cause knows."""
+    """A value's refusal in the words of settings, `x is 0; allowed: ...`; what was given only its cause knows."""
     told = getattr(error.__cause__, "errors", None)
     found = told() if told is not None else []
     if found and not isinstance(given := found[0].get("input"), list | tuple | dict):
-        error.message = f"{error.message}, not {str(given)!r}"
+        allowed = error.message.removeprefix("Input should be ").partition(", unable to parse")[0]
+        name = next(iter(getattr(error.param, "opts", ())), None) or "the value"
+        error.message, error.is_whole = (
+            f"{name} is {given if str(given)[-1:].isdigit() else repr(given)}; allowed: {allowed}",
+            True,
+        )
 
 
 def _show_version(wanted: bool) -> None:
@@ -142,29 +163,32 @@ def main() -> None:
 
 
 def _run() -> None:
-    """Usage errors are one JSON object where the command is asked for JSON, and else the lines people know."""
-    if not speaks_json(sys.argv[1:]):
-        app()
-        return
+    """A usage error is one line, or one JSON object where the command is asked for JSON."""
     try:
         code = app(standalone_mode=False)
     except _USAGE_FAULT as error:
-        _refuse(error.format_message())
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()
+            sys.exit(error.exit_code)
+        _refuse_words(error)
     sys.exit(code if isinstance(code, int) else 0)
 
 
+def _refuse_words(error: Any) -> NoReturn:
+    """What is wrong with the words of the command, and where to read which there are."""
+    command = _command(sys.argv[1:])
+    message = error.message if getattr(error, "is_whole", False) else error.format_message()
+    _refuse(f"{' '.join(message.split()).rstrip('.')} (see {command} --help)")
+
+
 def _refuse(message: str) -> NoReturn:
-    arguments = sys.argv[1:]
-    complain(_command(arguments) if speaks_json(arguments) else "mimo", message, exit_code=2)
+    complain(_command(sys.argv[1:]), message, exit_code=2)
     sys.exit(2)
 
 
 def _fail(error: OSError) -> NoReturn:
     message = os_words(error) + (f": {error.filename}" if error.filename else "")
-    if speaks_json(sys.argv[1:]):
-        complain(_command(sys.argv[1:]), message, exit_code=1)
-    else:
-        say(f"mimo: {message}")
+    complain(_command(sys.argv[1:]), message, exit_code=1)
     _drop_output()
     sys.exit(1)
 

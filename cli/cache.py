@@ -29,8 +29,8 @@ cache = typer.Typer(
     rich_markup_mode=None,
 )
 
-_NO_ARENA = "mimo cache: no encoder runs on this host, or none of this user's"
-_NO_STORE = "mimo cache: no local store of KV on this host, or none of this user's"
+_NO_ARENA = "no encoder runs on this host, or none of this user's"
+_NO_STORE = "no local store of KV on this host, or none of this user's"
 
 Embeddings = Annotated[bool, typer.Option("--embeddings", help="Embeddings only, unless --kv is given too.")]
 Kv = Annotated[bool, typer.Option("--kv", help="KV only, unless --embeddings is given too.")]
@@ -76,7 +76,7 @@ def stats(
         _show_deployment(url, as_json=as_json)
         return
     arenas = arena_reports() if _wants_embeddings(embeddings, kv, store) else []
-    stores = _stores(store) if _wants_kv(embeddings, kv) else []
+    stores = _stores("stats", store) if _wants_kv(embeddings, kv) else []
     if as_json:
         typer.echo(json.dumps(_as_json(arenas, stores), indent=2))
     console = Console(highlight=False)
@@ -85,7 +85,7 @@ def stats(
     for found in () if as_json else stores:
         show_kv_store(console, found)
     if not arenas and not stores:
-        _say_none(embeddings, kv, store)
+        _say_none("stats", embeddings, kv, store)
         raise typer.Exit(1)
 
 
@@ -97,6 +97,7 @@ def clear(
     embeddings: Embeddings = False,
     kv: Kv = False,
     store: Stores = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was given back as one JSON object.")] = False,
 ) -> None:
     """Forget every embedding that no request uses right now, and all KV in local stores.
 
@@ -112,11 +113,14 @@ def clear(
         raise ConfigError(f"{arenas[0]} names an arena, and those hold embeddings; allowed beside it: --embeddings")
     wants_kv = _wants_kv(embeddings, kv) and not arenas
     cleared = _chosen(arenas) if _wants_embeddings(embeddings, kv, store) else []
-    stores = _stores(store) if wants_kv else []
-    faults = [_clear_arena(arena) for arena in cleared] + [_clear_store(found) for found in stores]
-    if not faults:
-        _say_none(embeddings, kv, store)
-    if not all(is_done for is_done in faults) or not faults:
+    stores = _stores("clear", store) if wants_kv else []
+    done = [_clear_arena(arena, quiet=as_json) for arena in cleared]
+    done += [_clear_store(found, quiet=as_json) for found in stores]
+    if as_json:
+        typer.echo(json.dumps({"cleared": [one for one in done if one is not None]}, indent=2))
+    if not done:
+        _say_none("clear", embeddings, kv, store)
+    if None in done or not done:
         raise typer.Exit(1)
 
 
@@ -128,14 +132,14 @@ def _wants_kv(embeddings: bool, kv: bool) -> bool:
     return kv or not embeddings
 
 
-def _stores(named: Sequence[Path] | None) -> Sequence[LocalStoreReport]:
+def _stores(word: str, named: Sequence[Path] | None) -> Sequence[LocalStoreReport]:
     """Raises ConfigError for a directory that holds no store, Exit when one cannot be read."""
     try:
         if not named:
             return local_store_reports([kv_store_dir(os.environ)])
         found = local_store_reports(named, others=False)
     except OSError as error:
-        complain("mimo cache", f"cannot read the store of KV: {os_words(error)}: {error.filename}", exit_code=1)
+        complain(f"mimo cache {word}", f"cannot read the store of KV: {os_words(error)}: {error.filename}", exit_code=1)
         raise typer.Exit(1) from error
     missing = {str(directory) for directory in named} - {report.directory for report in found}
     if missing:
@@ -154,24 +158,28 @@ def _chosen(names: Sequence[str] | None) -> list[ArenaReport]:
     return [known[name] for name in names]
 
 
-def _clear_arena(report: ArenaReport) -> bool:
+def _clear_arena(report: ArenaReport, *, quiet: bool) -> dict[str, Any] | None:
+    """What was given back, told unless `quiet`; None where that failed, which is told."""
     try:
         cleared_bytes = clear_arena(report.name)
     except (ArenaUnavailable, EncoderBusy) as error:
-        say(f"mimo cache: {report.name}: {error}")
-        return False
-    typer.echo(f"{report.name}: {mib(cleared_bytes)} given back, {mib(report.usage.leased_bytes)} in use")
-    return True
+        complain("mimo cache clear", f"{report.name}: {error}", exit_code=1)
+        return None
+    if not quiet:
+        typer.echo(f"{report.name}: {mib(cleared_bytes)} given back, {mib(report.usage.leased_bytes)} in use")
+    return {"arena": report.name, "cleared_bytes": cleared_bytes, "leased_bytes": report.usage.leased_bytes}
 
 
-def _clear_store(report: LocalStoreReport) -> bool:
+def _clear_store(report: LocalStoreReport, *, quiet: bool) -> dict[str, Any] | None:
+    """As `_clear_arena`."""
     try:
         cleared_bytes = clear_local_store(Path(report.directory))
     except OSError as error:
-        say(f"mimo cache: {report.directory}: {os_words(error)}")
-        return False
-    typer.echo(f"{report.directory}: {mib(cleared_bytes)} of KV given back")
-    return True
+        complain("mimo cache clear", f"{report.directory}: {os_words(error)}", exit_code=1)
+        return None
+    if not quiet:
+        typer.echo(f"{report.directory}: {mib(cleared_bytes)} of KV given back")
+    return {"store": report.directory, "cleared_bytes": cleared_bytes}
 
 
 def _show_deployment(url: str, *, as_json: bool) -> None:
@@ -179,7 +187,7 @@ def _show_deployment(url: str, *, as_json: bool) -> None:
     try:
         workers = deployment_tiers(url)
     except DeploymentSilent as error:
-        complain("mimo cache", str(error), exit_code=1)
+        complain("mimo cache stats", str(error), exit_code=1)
         raise typer.Exit(1) from error
     if as_json:
         typer.echo(json.dumps({"url": url, "workers": [asdict(worker) for worker in workers]}, indent=2))
@@ -187,7 +195,7 @@ def _show_deployment(url: str, *, as_json: bool) -> None:
     for worker in () if as_json else workers:
         show_worker(console, worker)
     if not workers:
-        complain("mimo cache", f"no worker has been heard of at {url}", exit_code=1)
+        complain("mimo cache stats", f"no worker has been heard of at {url}", exit_code=1)
         raise typer.Exit(1)
 
 
@@ -195,8 +203,8 @@ def _as_json(arenas: Sequence[ArenaReport], stores: Sequence[LocalStoreReport]) 
     return {"embeddings": [asdict(report) for report in arenas], "kv_stores": [asdict(report) for report in stores]}
 
 
-def _say_none(embeddings: bool, kv: bool, stores: Sequence[Path] | None) -> None:
+def _say_none(word: str, embeddings: bool, kv: bool, stores: Sequence[Path] | None) -> None:
     if _wants_embeddings(embeddings, kv, stores):
-        say(_NO_ARENA)
+        say(f"mimo cache {word}: {_NO_ARENA}")
     if _wants_kv(embeddings, kv):
-        say(_NO_STORE)
+        say(f"mimo cache {word}: {_NO_STORE}")

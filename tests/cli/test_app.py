@@ -162,7 +162,7 @@ def test_errors_are_one_object_in_json_mode() -> None:
     ("words", "command", "said"),
     [
         (["plan"], "mimo plan", "model"),
-        (["plan", "mimo-v2.5", "--tp", "0"], "mimo plan", "'0'"),
+        (["plan", "mimo-v2.5", "--tp", "0"], "mimo plan", "--tp is 0"),
         (["plan", "mimo-v2.5", "--gpu", "h900"], "mimo plan", "h900"),
         (["chat", "hi", "--max-tokens", "many"], "mimo chat", "'many'"),
         (["cache", "stats", "--jsn"], "mimo cache stats", "--jsn"),
@@ -179,6 +179,34 @@ def test_what_is_wrong_with_the_words_is_an_object_too(
     error = json.loads(written.err)["error"]
     assert (error["command"], error["exit_code"], written.out) == (command, 2, "")
     assert said in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("plan", "mimo plan: Missing argument 'model' (see mimo plan --help)"),
+        ("plan mimo-v2.5 --tp 0", "mimo plan: --tp is 0; allowed: greater than or equal to 1 (see mimo plan --help)"),
+        (
+            "chat hi --max-tokens many",
+            "mimo chat: --max-tokens is 'many'; allowed: a valid integer (see mimo chat --help)",
+        ),
+        ("cache stats --jsn", "mimo cache stats: No such option: --jsn (Possible options: --json)"),
+        ("cache sta", "mimo cache: No such command 'sta'. Did you mean 'stats'? (see mimo cache --help)"),
+        ("run smollm2", "mimo: No such command 'run': `mimo chat` asks a model, `mimo serve` serves it"),
+        ("models", "mimo: No such command 'models': the models are mimo-nano"),
+        ("cache stats --url x --kv", "mimo cache stats: --url asks a deployment"),
+        ("chat --url nowhere hi", "mimo chat: --url is 'nowhere'"),
+    ],
+)
+def test_an_error_is_one_line_that_begins_with_the_command(
+    words: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["mimo", *words.split()])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    written = capsys.readouterr()
+    assert (written.out, written.err.count("\n")) == ("", 1)
+    assert written.err.startswith(line)
 
 
 @pytest.mark.parametrize("error", [TimeoutError(), ProcessLookupError(), BrokenPipeError(), OSError("words")])

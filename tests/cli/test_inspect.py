@@ -244,4 +244,4 @@ def test_a_full_disk_is_one_line(arguments: list[str]) -> None:
         said = {"command": "mimo inspect", "message": "No space left on device", "exit_code": 1}
         assert json.loads(done.stderr) == {"error": said}
     else:
-        assert done.stderr == "mimo: No space left on device\n"
+        assert done.stderr == "mimo inspect: No space left on device\n"

@@ -155,7 +155,7 @@ def test_serve_says_it_in_one_line_before_anything_runs(model_dir: Path, tmp_pat
     assert done.returncode == 2
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"mimo: {model_dir}/chat_template.jinja: chat template, line 1:")
+    assert line.startswith(f"mimo serve: {model_dir}/chat_template.jinja: chat template, line 1:")
     assert not list(tmp_path.glob("mimo-*"))
 
 
