@@ -1,4 +1,5 @@
-"""Cached prefixes on their way from the store to the host, for requests in line.
+"""What requests in line wait for beside their embeddings: cached prefixes on their way from the store to the host, and
+grammars that are compiled.
 
     submit --begin--> fetching --all there, or out of time--> in line for pages --admitted--> forgotten
                          |                                        (the host keeps what came until then)
@@ -10,15 +11,20 @@ A store that is slow costs its own requests a bounded wait, and nothing else: wh
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Protocol
+
+from llguidance import LLMatcher
 
 from epd.cache.tiers.above import device_has
 from epd.cache.tiers.bridge import StoreBridge
 from epd.cache.tiers.tiered import TieredCache
 from epd.engine.clock import Clock
+from epd.engine.grammar import Grammars
 from epd.engine.sequence import Sequence
 
-__all__ = ["NO_STORE", "PrefixSupply", "StorePrefixes"]
+__all__ = ["NO_STORE", "PrefixSupply", "StorePrefixes", "WithGrammars"]
 
 
 class PrefixSupply(Protocol):
@@ -26,6 +32,10 @@ class PrefixSupply(Protocol):
 
     def begin(self, sequence: Sequence) -> None:
         """Fetch what neither device nor host has of its prefix, without waiting. Once for a request."""
+        ...
+
+    def expect(self, sequence: Sequence) -> None:
+        """As `begin`, of one whose prompt another worker has computed."""
         ...
 
     def is_fetching(self, request_id: str) -> bool: ...
@@ -67,6 +77,9 @@ class StorePrefixes:
             deadline_s=time.monotonic() + left_s,
         )
 
+    def expect(self, sequence: Sequence) -> None:
+        """All of its KV has come."""
+
     def is_fetching(self, request_id: str) -> bool:
         return self._bridge.is_fetching(request_id)
 
@@ -84,6 +97,9 @@ class _NoStore:
     def begin(self, sequence: Sequence) -> None:
         """There is nothing to fetch."""
 
+    def expect(self, sequence: Sequence) -> None:
+        """Nor of these."""
+
     def is_fetching(self, request_id: str) -> bool:
         return False
 
@@ -99,3 +115,50 @@ class _NoStore:
 
 NO_STORE: PrefixSupply = _NoStore()
 """The supply of a worker without a store."""
+
+
+class WithGrammars:
+    """What another supply fetches, and grammars: an answer is not begun before its own is compiled, so that no step
+    waits for one."""
+
+    def __init__(self, prefixes: PrefixSupply, grammars: Grammars, *, wake: Callable[[], None]) -> None:
+        """`wake` is called on another thread when one is done."""
+        self._prefixes = prefixes
+        self._grammars = grammars
+        self._wake = wake
+        self._compiling: dict[str, Future[LLMatcher]] = {}
+
+    def begin(self, sequence: Sequence) -> None:
+        self._prefixes.begin(sequence)
+        self._compile(sequence)
+
+    def expect(self, sequence: Sequence) -> None:
+        self._prefixes.expect(sequence)
+        self._compile(sequence)
+
+    def is_fetching(self, request_id: str) -> bool:
+        return self._is_compiling(request_id) or self._prefixes.is_fetching(request_id)
+
+    def collect(self) -> tuple[str, ...]:
+        compiled = tuple(request_id for request_id in self._compiling if not self._is_compiling(request_id))
+        for request_id in compiled:
+            del self._compiling[request_id]
+        return (*self._prefixes.collect(), *compiled)
+
+    def forget(self, request_id: str) -> None:
+        self._compiling.pop(request_id, None)
+        self._prefixes.forget(request_id)
+
+    def num_fetched_tokens(self, request_id: str) -> int:
+        return self._prefixes.num_fetched_tokens(request_id)
+
+    def _is_compiling(self, request_id: str) -> bool:
+        return request_id in self._compiling and not self._compiling[request_id].done()
+
+    def _compile(self, sequence: Sequence) -> None:
+        if sequence.request.sampling.grammar is None:
+            return
+        compiled = self._grammars.begin(sequence.request.sampling)
+        if not compiled.done():
+            self._compiling[sequence.request_id] = compiled
+            compiled.add_done_callback(lambda _: self._wake())

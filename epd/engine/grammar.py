@@ -170,11 +170,6 @@ class Answers:
     def __len__(self) -> int:
         return len(self._states)
 
-    def begin(self, sampling: SamplingParams) -> None:
-        """A request has come whose answer will be sampled like this."""
-        if sampling.grammar is not None:
-            self._grammars.begin(sampling)
-
     def close(self) -> None:
         self._grammars.close()
 

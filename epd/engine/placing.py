@@ -125,8 +125,10 @@ class Placer:
         """Move arrived transfers to the device while there are places and pages. Retracted sequences go first. Those
         for which there is none yet go to pages in host memory."""
         imports, roster = [], self._roster
-        while roster.arrived and not roster.waiting.num_ready and len(roster.running) < self._max_running:
-            arrived = roster.arrived[0]
+        while not roster.waiting.num_ready and len(roster.running) < self._max_running:
+            arrived = next((one for one in roster.arrived if not self._is_awaited(one)), None)
+            if arrived is None:
+                break
             planned = self._plan_import(arrived) if arrived.held.staged is None else self._plan_load(arrived)
             if planned is None:
                 break
@@ -136,6 +138,10 @@ class Placer:
                 arrived.is_offered = True
                 arrived.held = self._stager.stage(arrived.sequence.chain.keys, arrived.held)
         return tuple(imports)
+
+    def _is_awaited(self, arrived: Arrived) -> bool:
+        """Whether something is still prepared for it: it holds up none that came later."""
+        return self._prefixes.is_fetching(arrived.sequence.request_id)
 
     def _plan_load(self, arrived: Arrived) -> KvImport | None:
         """Of a transfer whose KV is in host memory."""
@@ -186,7 +192,8 @@ class Placer:
         self, arrived: Arrived, pages: SequencePages, num_shared_pages: int, arrival: CopyTicket | None = None
     ) -> KvImport:
         sequence = arrived.sequence
-        self._roster.arrived.popleft()
+        self._roster.arrived.remove(arrived)
+        self._prefixes.forget(sequence.request_id)
         sequence.pages = pages
         sequence.admitted_s = self._clock.monotonic_s()
         self._roster.running[sequence.request_id] = sequence

@@ -38,7 +38,6 @@ from epd.kernels.base import AttentionBackend, PagedSequence
 from epd.kv.storage import KvStorage
 from epd.model.embed import EmbeddingSpan, merge_embeddings
 from epd.model.hybrid import HybridModel
-from epd.types import SamplingParams
 
 # Rows of the step's own tokens, and of known tokens after them.
 _StepMedia = tuple[list[EmbeddingSpan], list[EmbeddingSpan]]
@@ -93,11 +92,6 @@ class Runner:
                 page_size=self._page_size,
                 num_token_ids=num_token_ids,
             )
-
-    def expect(self, sampling: SamplingParams) -> None:
-        """An answer will be sampled like this: begin with what takes time."""
-        if self._answers is not None:
-            self._answers.begin(sampling)
 
     def close(self) -> None:
         if self._answers is not None:

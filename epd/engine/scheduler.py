@@ -157,6 +157,7 @@ class Scheduler:
             transfer_s = max(0.0, self._clock.unix_s() - held.transfer.first_token_unix_s)
             sequence.earlier_timings["transfer_s"] = transfer_s
         self._roster.enter(sequence)
+        self._prefixes.expect(sequence)
         self._roster.arrived.append(Arrived(sequence, held))
 
     def abort(self, request_id: str) -> None:

@@ -20,7 +20,7 @@ from epd.engine.admission import Limits
 from epd.engine.clock import Clock
 from epd.engine.drafting import DraftPolicy
 from epd.engine.feed import EmbeddingFeed, RowSource
-from epd.engine.fetching import NO_STORE, StorePrefixes
+from epd.engine.fetching import NO_STORE, StorePrefixes, WithGrammars
 from epd.engine.grammar import Answers, Grammars
 from epd.engine.graphs import DecodeGraphs, ScratchPages, make_graphs
 from epd.engine.handoff import KvMover
@@ -178,16 +178,20 @@ def build_engine(
         wake=endpoint.wake,
     )
     stager = KvStager(cache, tiers.host)
+    text = model.config
+    grammars = Grammars(partial(load_token_table, config.model_dir), text.eos_token_ids)
     scheduler = Scheduler(
         _scheduler_config(config, model.config, identity, fingerprint),
         cache,
         clock,
         feed,
-        NO_STORE if tiers.bridge is None else StorePrefixes(cache, tiers.bridge, clock),
+        WithGrammars(
+            NO_STORE if tiers.bridge is None else StorePrefixes(cache, tiers.bridge, clock),
+            grammars,
+            wake=endpoint.wake,
+        ),
         stager,
     )
-    text = model.config
-    grammars = Grammars(partial(load_token_table, config.model_dir), text.eos_token_ids)
     mover = KvMover(storage, fingerprint=fingerprint, hidden_size=text.hidden_size, vocab_size=text.vocab_size)
     loop = EngineLoop(
         identity=identity,

@@ -20,6 +20,7 @@ from epd.gateway.edge import Edge
 from epd.gateway.encode_routes import Encode
 from epd.gateway.exchange import Exchange
 from epd.gateway.files_routes import Files, file_store
+from epd.gateway.grammar_process import Grammars
 from epd.gateway.keys import ApiKeys
 from epd.gateway.library import Libraries
 from epd.gateway.media import Encoder, MediaFetcher, MediaStage
@@ -59,12 +60,14 @@ def create_app(
     prefill: Sequence[Channel],
     decode: Sequence[Channel] = (),
     discovery: Callable[[Fleet], AbstractAsyncContextManager[None]] | None = None,
+    grammars: Grammars | None = None,
     clock: Callable[[], float] = time.monotonic,
     unix_clock: Callable[[], float] = time.time,
 ) -> web.Application:
     """The gateway over what is handed in. The channels are opened when the app starts and closed when it stops;
     `fetcher` and `encoder` belong to the caller. Serve it with `start_gateway`, which notices a client that leaves.
-    `discovery` adds workers to the fleet, and retires them, for as long as the app runs.
+    `discovery` adds workers to the fleet, and retires them, for as long as the app runs. `grammars`, where they are
+    given, belong to the caller, too.
     """
     fleet = Fleet(
         prefill=prefill,
@@ -90,9 +93,13 @@ def create_app(
     files = file_store(config, unix_clock=unix_clock)
     libraries = Libraries(files=files, shelf=MediaShelf(config.media_shelf_bytes), max_bytes=config.fetch.max_bytes)
     metrics.registry.register(LibraryMetrics(libraries))
+    own_grammars = None
+    if grammars is None:
+        grammars = own_grammars = Grammars(config.model_dir / "tokenizer.json", renderer.grammars)
     chat = ChatService(
         config=config,
         renderer=renderer,
+        grammars=grammars,
         media=media,
         libraries=libraries,
         fleet=fleet,
@@ -175,6 +182,8 @@ def create_app(
             yield
         renewing.cancel()
         await fleet.stop()
+        if own_grammars is not None:
+            own_grammars.close()
 
     app.cleanup_ctx.append(run_stages)
     if file_routes is not None:

@@ -22,6 +22,8 @@ from epd.gateway.answer import AnswerParser, Piece, joined
 from epd.gateway.choice import ChoiceRun, Choices, answer_of
 from epd.gateway.conversation import Conversation, read_conversation
 from epd.gateway.generation import Tokens
+from epd.gateway.grammar import Wish
+from epd.gateway.grammar_process import Grammars
 from epd.gateway.library import Libraries
 from epd.gateway.media import MediaSet, MediaStage
 from epd.gateway.metrics import GatewayMetrics
@@ -31,7 +33,7 @@ from epd.gateway.sampling import answer_text, sampling_of_choices
 from epd.gateway.schema import ChatBody
 from epd.gateway.session import session_of
 from epd.gateway.toolcalls import ToolCall
-from epd.gateway.wishes import grammar_of_chat
+from epd.gateway.wishes import wish_of_chat
 from epd.router.workers import Fleet
 from epd.types import FinishReason, GenerateRequest, TokenLogprob
 
@@ -44,6 +46,7 @@ class ChatService:
 
     config: GatewayConfig
     renderer: Renderer
+    grammars: Grammars
     media: MediaStage
     libraries: Libraries
     fleet: Fleet
@@ -57,7 +60,8 @@ class ChatService:
         deadline_unix_s = account.arrival_unix_s + self.config.request_timeout_s
         # On a thread: a long text takes the tokenizer a while, a hostile template all of its budget.
         with account.measured("gateway", "render"):
-            conversation, prompt, session = await asyncio.to_thread(self._render, body, account.owner)
+            conversation, prompt, wish, session = await asyncio.to_thread(self._render, body, account.owner)
+            prompt = replace(prompt, grammar=await self.grammars.grammar(wish))
         self._check_length(prompt)
         async with self.media.open(conversation.media, deadline_unix_s=deadline_unix_s, account=account) as media:
             self._count_media(conversation, account.started_s)
@@ -127,11 +131,10 @@ class ChatService:
         told = "\0".join([self.config.model_name, *workers])
         return f"fp_{xxh3_64_hexdigest(told.encode())[:12]}"
 
-    def _render(self, body: ChatBody, owner: str) -> tuple[Conversation, Prompt, str]:
+    def _render(self, body: ChatBody, owner: str) -> tuple[Conversation, Prompt, Wish, str]:
         conversation = read_conversation(body, self.renderer.vocabulary.guard, self.libraries.of(owner))
         prompt = self.renderer.render(conversation)
-        grammar = grammar_of_chat(body, prompt, self.renderer.grammars)
-        return conversation, replace(prompt, grammar=grammar), session_of(body)
+        return conversation, prompt, wish_of_chat(body, prompt, self.renderer.grammars), session_of(body)
 
     def _check_length(self, prompt: Prompt) -> None:
         """Raises ContextTooLong before anything is fetched when the text alone is too long already."""

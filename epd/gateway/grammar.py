@@ -7,13 +7,11 @@
     [<think> anything </think>] content | calls | text, calls in between
 
 All of it is compiled here before any work is done, with the limits of the engine, so that a worker is never given what
-it would refuse. Grammars that compiled are remembered by what was asked for.
+it would refuse.
 """
 
 import json
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -21,7 +19,6 @@ from typing import Any, Literal
 
 from llguidance import LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
-from xxhash import xxh3_128_hexdigest
 
 from epd.errors import InvalidRequest
 from epd.gateway.answer import THINK_CLOSE, THINK_OPEN
@@ -34,8 +31,7 @@ from epd.gateway.toolcalls import CALL_CLOSE, CALL_OPEN
 from epd.gateway.vocabulary import Vocabulary
 from epd.token_table import ANSWER_TAGS, TokenTable, compile_grammar
 
-_MAX_REMEMBERED = 256
-_MAX_ASKED_BYTES = 256 << 10
+_MAX_ASKED_CHARACTERS = 256 << 10
 # Parts of a schema that are looked through for what is at fault, and for how long.
 _MAX_SEARCHED = 200
 _MAX_SEARCH_S = 0.5
@@ -94,37 +90,18 @@ class Wish:
 
 
 class GrammarMaker:
-    """One model's. Thread-safe; everything is made when it is first needed."""
+    """One model's, without bounds of time and memory: those are `grammar_process`'s."""
 
     def __init__(self, vocabulary: Vocabulary, eos_token_ids: Sequence[int]) -> None:
         self._vocabulary = vocabulary
-        self._eos_token_ids = tuple(eos_token_ids)
-        self._lock = threading.Lock()
-        self._known: OrderedDict[str, str] = OrderedDict()
+        self.eos_token_ids = tuple(eos_token_ids)
 
     def grammar(self, wish: Wish) -> str | None:
-        """None where nothing needs to be forced. Raises InvalidRequest naming the field. May take tenths of a second:
-        not for an event loop."""
+        """None where nothing needs to be forced. Raises InvalidRequest naming the field."""
         if wish.is_free:
             return None
-        asked = repr(wish).encode()
-        if len(asked) > _MAX_ASKED_BYTES:
-            raise InvalidRequest(
-                f"the schemas of this request have {len(asked)} characters; allowed: at most {_MAX_ASKED_BYTES} where "
-                "answers are to fit them",
-                param=_first_param(wish),
-            )
-        key = xxh3_128_hexdigest(asked)
-        with self._lock:
-            if key in self._known:
-                self._known.move_to_end(key)
-                return self._known[key]
-        text = self._made(wish)
-        with self._lock:
-            self._known[key] = text
-            if len(self._known) > _MAX_REMEMBERED:
-                self._known.popitem(last=False)
-        return text
+        check_size(wish)
+        return self._made(wish)
 
     def reasoning_of(self, last_token_ids: Sequence[int], *, opens: bool) -> Literal["none", "open", "may open"]:
         """What the end of a prompt says of it; `opens`: it ends inside."""
@@ -141,7 +118,7 @@ class GrammarMaker:
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
-        return self._table.tokenizer(self._eos_token_ids)
+        return self._table.tokenizer(self.eos_token_ids)
 
     # -- making --------------------------------------------------------------------------------------------------------
 
@@ -157,7 +134,7 @@ class GrammarMaker:
         start = f"start: {self._reasoning(rules, wish)} {body}"
         lark = "\n".join([start, *rules.lines])
         text = json.dumps({"grammars": [{"lark_grammar": lark}, *grammars]}, ensure_ascii=False)
-        self._compile(text, lambda why: InvalidRequest(f"{_first_param(wish)}: {why}", param=_first_param(wish)))
+        self._compile(text, lambda why: InvalidRequest(f"{first_param(wish)}: {why}", param=first_param(wish)))
         return text
 
     def _content(self, form: Form) -> dict[str, Any]:
@@ -258,10 +235,10 @@ class GrammarMaker:
             raise refusal(_short(str(error))) from error
         # Some limits of the parser are only met once something is written.
         for _ in range(_NUM_TRIED):
-            token_id = _first_allowed(matcher.compute_bitmask(), self._eos_token_ids)
+            token_id = _first_allowed(matcher.compute_bitmask(), self.eos_token_ids)
             if matcher.is_error() or token_id is None:
                 raise refusal(_short(matcher.get_error() or "NoExtension"))
-            if token_id in self._eos_token_ids:
+            if token_id in self.eos_token_ids:
                 return
             matcher.consume_token(token_id)
         if matcher.is_error():
@@ -287,6 +264,17 @@ class GrammarMaker:
         return "" if wish.reasoning == "none" else r"/[ \n]{1,2}/?"
 
 
+def check_size(wish: Wish) -> None:
+    """Raises InvalidRequest for more schemas than are looked at."""
+    num_characters = len(repr(wish))
+    if num_characters > _MAX_ASKED_CHARACTERS:
+        raise InvalidRequest(
+            f"the schemas of this request have {num_characters} characters; allowed: at most {_MAX_ASKED_CHARACTERS} "
+            "where answers are to fit them",
+            param=first_param(wish),
+        )
+
+
 def table_of(vocabulary: Vocabulary) -> TokenTable:
     """As `epd.token_table.load_token_table` makes it of the same file."""
     tokens, spellings = vocabulary.token_bytes, vocabulary.special_ids
@@ -306,7 +294,8 @@ def _lark(text: str, refusal: Callable[[str], InvalidRequest]) -> str:
     return converted
 
 
-def _first_param(wish: Wish) -> str:
+def first_param(wish: Wish) -> str:
+    """The field that asks for it. For a wish that is not free."""
     if wish.form is not None:
         return wish.form.param
     assert wish.calls is not None

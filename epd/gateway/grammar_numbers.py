@@ -25,7 +25,8 @@ _GRID = Decimal(1).scaleb(-NUM_DECIMALS)
 _LEAST, _MOST = -(2**63), 2**63 - 1
 # The largest float within 64 bits.
 _LARGEST = 2**63 - 1024
-_MAX_COEFFICIENT = 2**32
+# The library counts remainders one by one, 2 us each.
+_MAX_COEFFICIENT = 100_000
 _EXACT = Context(prec=60)
 
 
@@ -131,5 +132,7 @@ def _check_multiple(value: int | float, path: str) -> None:
         moved, num_moves = moved * 10, num_moves + 1
     if moved >= _MAX_COEFFICIENT or Decimal(moved).scaleb(-num_moves) != _exact(value):
         raise Unenforceable(
-            path, f"it is {json.dumps(value)}; allowed: one of at most {NUM_DECIMALS} decimal places and 9 digits"
+            path,
+            f"it is {json.dumps(value)}; allowed: one of at most {NUM_DECIMALS} decimal places, and "
+            f"{_MAX_COEFFICIENT} without its point",
         )

@@ -19,11 +19,12 @@ from epd.gateway.answer import Content
 from epd.gateway.chat import ChatService
 from epd.gateway.choice import ChoiceRun, answer_of
 from epd.gateway.generation import Tokens
+from epd.gateway.grammar import Wish
 from epd.gateway.render import Renderer, context_words
 from epd.gateway.reply import AnswerEvent, AnswerPart, finish_reason
 from epd.gateway.sampling import answer_text, sampling_of_choices
 from epd.gateway.schema_completion import CompletionBody
-from epd.gateway.wishes import grammar_of_text
+from epd.gateway.wishes import form_of
 from epd.types import FinishReason, GenerateRequest, TokenLogprob
 from preprocess.types import Modality
 
@@ -38,7 +39,7 @@ class TextService:
         """As `ChatService.answer`. Choice j of prompt i has index i * n + j."""
         with account.measured("gateway", "render"):
             prompts = await asyncio.to_thread(self._token_ids, body)
-            grammar = await asyncio.to_thread(grammar_of_text, body, self.chat.renderer.grammars)
+            grammar = await self.chat.grammars.grammar(Wish(await asyncio.to_thread(form_of, body)))
         account.prompt_tokens = sum(map(len, prompts))
         runs = [run for i, token_ids in enumerate(prompts) for run in self._runs(body, account, i, token_ids, grammar)]
         answer = answer_of(

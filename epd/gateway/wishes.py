@@ -16,8 +16,8 @@ from epd.gateway.schema_tools import ToolChoice
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
-def grammar_of_chat(body: ChatBody, prompt: Prompt, grammars: GrammarMaker) -> str | None:
-    """For the workers; None for an answer that is free. Raises InvalidRequest. Not for an event loop."""
+def wish_of_chat(body: ChatBody, prompt: Prompt, grammars: GrammarMaker) -> Wish:
+    """Raises InvalidRequest. Not for an event loop."""
     form, calls = form_of(body), calls_of(body)
     if form is not None and calls is not None and calls.must_call:
         raise InvalidRequest(
@@ -25,15 +25,10 @@ def grammar_of_chat(body: ChatBody, prompt: Prompt, grammars: GrammarMaker) -> s
         )
     wish = Wish(form, calls)
     if wish.is_free:
-        return None
+        return wish
     last = prompt.pieces[-1] if prompt.pieces else ()
     tail = () if isinstance(last, MediaSlot) else last
-    return grammars.grammar(Wish(form, calls, grammars.reasoning_of(tail, opens=prompt.opens_reasoning)))
-
-
-def grammar_of_text(body: GenerationBody, grammars: GrammarMaker) -> str | None:
-    """The same where there is no conversation."""
-    return grammars.grammar(Wish(form_of(body)))
+    return Wish(form, calls, grammars.reasoning_of(tail, opens=prompt.opens_reasoning))
 
 
 def form_of(body: GenerationBody) -> Form | None:

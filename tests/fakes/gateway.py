@@ -11,6 +11,7 @@ import aiohttp
 
 from epd.config import GatewayConfig
 from epd.gateway.app import create_app, start_gateway
+from epd.gateway.grammar_process import Grammars
 from epd.gateway.render import Renderer
 from epd.gateway.template import ChatTemplate
 from epd.gateway.tls import Tls
@@ -55,6 +56,8 @@ def tiny_renderer(**generation: Any) -> Renderer:
 
 
 RENDERER = tiny_renderer()
+# Of all gateways of this process: a test does not wait for processes that others have started.
+GRAMMARS = Grammars(MODEL_DIR / "tokenizer.json", RENDERER.grammars)
 
 
 def says(text: str) -> Callable[[GenerateRequest], Sequence[int]]:
@@ -161,6 +164,7 @@ async def running_gateway(
             encoder=encoder,
             prefill=[network.channel(worker.address) for worker in workers if worker.role is not Role.DECODE],
             decode=[network.channel(worker.address) for worker in workers if worker.role is Role.DECODE],
+            grammars=GRAMMARS if renderer.eos_token_ids == RENDERER.eos_token_ids else None,
         )
         runner, port = await start_gateway(app, host="127.0.0.1", port=0, tls=tls)
         stack.push_async_callback(runner.cleanup)

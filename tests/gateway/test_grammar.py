@@ -16,7 +16,7 @@ from epd.gateway.render import Prompt
 from epd.gateway.schema import ChatBody
 from epd.gateway.toolcalls import ToolCall
 from epd.gateway.vocabulary import Vocabulary
-from epd.gateway.wishes import grammar_of_chat
+from epd.gateway.wishes import wish_of_chat
 from epd.token_table import compile_grammar, load_token_table
 from tests.fakes.gateway import MODEL, chat_body, running_gateway
 from tests.fakes.tiny_tokenizer import END, write_tokenizer
@@ -45,7 +45,7 @@ def tool(name: str, schema: dict[str, Any] | None = None, **fields: Any) -> dict
 def grammar_of(prompt: str = CLOSED, **fields: Any) -> str | None:
     body = ChatBody.model_validate({"model": "m", "messages": [{"role": "user", "content": "x"}], **fields})
     ids = tuple(VOCABULARY.encode(prompt))
-    return grammar_of_chat(body, Prompt((ids,), prompt == OPEN), MAKER)
+    return MAKER.grammar(wish_of_chat(body, Prompt((ids,), prompt == OPEN), MAKER))
 
 
 def answers(number: int = 8, prompt: str = CLOSED, **fields: Any) -> list[str]:
@@ -372,15 +372,6 @@ def test_hostile_schemas_are_judged_in_time(name: str) -> None:
         refused = error.param
     assert refused is None or refused.startswith(SCHEMA)
     assert time.process_time() - started_s < 5
-
-
-def test_a_grammar_is_made_once() -> None:
-    maker = GrammarMaker(VOCABULARY, ENDS)
-    wish = Wish(Form("json", {"type": "object", "properties": {f"p{i}": {} for i in range(200)}}, "f"))
-    first = maker.grammar(wish)
-    started_s = time.process_time()
-    assert maker.grammar(wish) is first
-    assert time.process_time() - started_s < 0.01
 
 
 # -- vocabularies ----------------------------------------------------------------------------------------------------

@@ -132,6 +132,7 @@ def _fits(value: Decimal, schema: dict[str, Any]) -> bool:
         ({"type": "number", "minimum": 1e30}, ".minimum", "1e+30"),
         ({"type": "number", "exclusiveMinimum": 0, "maximum": 1e-11}, "", "10 decimal places"),
         ({"type": "number", "multipleOf": 1e-12}, ".multipleOf", "1e-12"),
+        ({"type": "integer", "multipleOf": 100003}, ".multipleOf", "100000 without its point"),
         ({"type": "number", "multipleOf": 0.07}, ".multipleOf", "0.07"),
         ({"type": "number", "multipleOf": 0}, ".multipleOf", "more than 0"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "", "nothing fits"),

@@ -337,6 +337,22 @@ def test_hostile_bodies_are_refused_at_once(service: Service, name: str) -> None
     assert time.monotonic() - started_s < 15
 
 
+def test_schemas_that_take_long_hold_up_nobody(service: Service) -> None:
+    """Each would keep a processor for seconds; together they are more than there are threads."""
+
+    def hostile(number: int) -> int:
+        parameters = {"type": "object", "properties": {"p": {"type": "string", "pattern": f"[a-z{number}]{{1,60}}"}}}
+        functions = [{"name": f"f{i}", "strict": True, "parameters": parameters} for i in range(100)]
+        tools = [{"type": "function", "function": function} for function in functions]
+        return service.ask("hi", tools=tools, tool_choice="required", max_tokens=1, timeout_s=60).status
+
+    with ThreadPoolExecutor(24) as pool:
+        asked = [pool.submit(hostile, number) for number in range(24)]
+        for _ in range(10):
+            assert service.ask("hi", max_tokens=1, timeout_s=5).status == 200
+        assert {one.result() for one in asked} <= {200, 400, 503}
+
+
 def test_an_expensive_pattern_costs_little(service: Service) -> None:
     """Its automaton would have a billion states; only those that an answer comes through are made."""
     schema = {"type": "string", "pattern": "^((a{1,1000}){1,1000}){1,1000}$"}
