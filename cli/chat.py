@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.chat_client import ChatFailed, Reply, Target, ask, first_model, server_root
+from cli.chat_client import ChatFailed, ModelUnknown, Reply, Target, ask, first_model, server_root
 from cli.completion import served_models
 from cli.errors import ConfigError
 from cli.media_files import MediaFileError, recognised_part
@@ -86,8 +86,10 @@ def chat(
             else:
                 _converse(conversation)
     except (ChatFailed, OSError) as error:
-        complain("mimo chat", os_words(error) if isinstance(error, OSError) else str(error), exit_code=1)
-        raise typer.Exit(1) from error
+        exit_code = 2 if isinstance(error, ModelUnknown) else 1
+        words = os_words(error) if isinstance(error, OSError) else str(error)
+        complain("mimo chat", words, exit_code=exit_code)
+        raise typer.Exit(exit_code) from error
 
 
 def _attached(files: dict[Modality, list[Path] | None]) -> "list[Attachment]":

@@ -17,7 +17,6 @@ from cli.errors import ConfigError
 from cli.terminal import os_words
 
 _CONNECT_TIMEOUT_S: Final = 20.0
-_MIN_SPAN_S: Final = 0.05
 _MAX_LINE_BYTES: Final = 64 << 20
 
 
@@ -27,6 +26,10 @@ class ChatFailed(Exception):
 
 class MessageRefused(ChatFailed):
     """The server does not take this message, and would not a second time."""
+
+
+class ModelUnknown(MessageRefused):
+    """The server has no model of that name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +56,9 @@ class Reply:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of the answer after its first token; None for one that came in too short a time to tell."""
+        """Of the answer after its first token; None where there is no second, or both came in the same moment."""
         num_tokens = self.usage.get("completion_tokens", 0)
-        if self.ttft_s is None or num_tokens < 2 or self.total_s - self.ttft_s < _MIN_SPAN_S:
+        if self.ttft_s is None or num_tokens < 2 or self.total_s <= self.ttft_s:
             return None
         return float(num_tokens - 1) / (self.total_s - self.ttft_s)
 
@@ -157,7 +160,11 @@ def _answered(
         said = response.read(1 << 20)
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise ChatFailed(f"{target.base_url} broke off: {error or type(error).__name__}") from error
-    raise _failure(response.status)(_message(response.status, target.base_url, said))
+    message = _message(response.status, target.base_url, said)
+    # A server that knows this path and speaks OpenAI's errors can only lack the model.
+    if response.status == 404 and method == "POST" and b'"error"' in said:
+        raise ModelUnknown(message)
+    raise _failure(response.status)(message)
 
 
 def _failure(status: Any) -> type[ChatFailed]:

@@ -93,7 +93,7 @@ class Records:
             self._write(self._paths.index, line)
             self._write(self._paths.failed, line)
         if self._say is not None:
-            self._say(json.dumps({"file": item.label, "error": failure.reason}))
+            self._say(json.dumps({"file": item.label, "error": failure.reason, "code": failure.code}))
 
     def publish(self) -> None:
         """Moves the files into place; without failures, none tells of any. Raises OutputFailed."""

@@ -13,7 +13,7 @@ from encoder import Part
 from epd import Inspection, KvLayout, PoolPlan, PoolTooSmall, RetentionPolicy, cached_sequence_bytes, plan_pools
 from epd.config import DTYPE_BYTES
 
-_TOWERS: Final = frozenset({"vision", "speech_embeddings", "audio_encoder"})
+TOWERS: Final = frozenset({"vision", "speech_embeddings", "audio_encoder"})
 _ON_EVERY_GPU: Final = frozenset({"router", "norms"})
 TP_CHOICES: Final = (1, 2, 4, 8, 16, 32, 64)
 WEIGHTS: Final = ("keep", "bfloat16", "float32")
@@ -83,7 +83,7 @@ def weight_bytes_by_part(inspection: Inspection, weights: str) -> dict[str, int]
 def tower_bytes(inspection: Inspection, parts: Mapping[str, int]) -> int:
     """Of an encoder: its towers, the audio tokenizer's own file among them."""
     own = sum(spec.size_bytes for spec in inspection.inventory.audio_tokenizer)
-    return own + sum(parts.get(part, 0) for part in _TOWERS)
+    return own + sum(parts.get(part, 0) for part in TOWERS)
 
 
 def kv_layout(inspection: Inspection, *, tp: int, dtype: str, page_size: int, num_heads: int | None = None) -> KvLayout:
@@ -150,7 +150,7 @@ def _share_bytes(parts: Mapping[str, int], tp: int) -> int:
     return sum(
         size_bytes if part in _ON_EVERY_GPU else -(-size_bytes // tp)
         for part, size_bytes in parts.items()
-        if part not in _TOWERS
+        if part not in TOWERS
     )
 
 

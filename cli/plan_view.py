@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cli.plan_memory import TOWERS
 from cli.plan_units import flops, gib, parameters, seconds
 from preprocess.ranges import printable
 
@@ -50,7 +51,10 @@ def _show_memory(console: Console, report: dict[str, Any]) -> None:
     usable = report["gpu"]["memory_bytes"] * report["gpu"]["usable_share"]
     active = f"{parameters(weights['num_active_params'])} active of {parameters(weights['num_params'])}"
     table.add_row("usable", gib(usable), f"{report['gpu']['usable_share']:.0%}")
-    table.add_row("weights", gib(worker["weight_bytes"]), f"{gib(weights['total_bytes'])} in all, {active} parameters")
+    towers_bytes = sum(weights["parts"].get(part, 0) for part in TOWERS)
+    towers = f", {gib(towers_bytes)} of it towers, which are an encoder's" if towers_bytes else ""
+    told = f"{gib(weights['total_bytes'])} in all{towers}; {active} parameters"
+    table.add_row("weights", gib(worker["weight_bytes"]), told)
     table.add_row("KV budget", gib(worker["kv_budget_bytes"]), _pool_words(worker))
     table.add_row(
         "a running sequence", gib(worker["running_sequence_bytes"]), f"{kv['context_tokens']:,} tokens, in pages"

@@ -202,6 +202,15 @@ def test_what_lies_on_disk_is_counted_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_arenas")
+def test_a_clear_as_json(tmp_path: Path) -> None:
+    put(tmp_path / "kv", b"fa")
+    (cleared,) = json.loads(run("clear", "--json").stdout)["cleared"]
+    assert cleared["store"] == str(tmp_path / "kv")
+    assert cleared["cleared_bytes"] > 0
+    assert not any(held(tmp_path / "kv", b"fa"))
+
+
+@pytest.mark.usefixtures("no_arenas")
 def test_clearing_a_store_is_a_miss_to_who_uses_it(tmp_path: Path) -> None:
     put(tmp_path / "other", b"fz")
     running = open_local(tmp_path / "kv", memory_bytes=1 << 20, disk_bytes=1 << 24)

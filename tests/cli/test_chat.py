@@ -63,6 +63,9 @@ def fake_server() -> Iterator[Fake]:
             if "fail" in text:
                 self._send(400, {"error": {"message": "messages[0]: this cannot be"}})
                 return
+            if body["model"] == "nobody":
+                self._send(404, {"error": {"message": "model 'nobody' is not served", "code": "model_not_found"}})
+                return
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
             self.end_headers()
@@ -272,10 +275,10 @@ def test_files_are_taken_back_and_dropped_with_a_message_that_is_refused(tmp_pat
         assert terminal.close() == 0
 
 
-@pytest.mark.parametrize(("span_s", "rate"), [(0.0003, None), (2.0, 4.0)])
-def test_a_burst_has_no_rate(span_s: float, rate: float | None) -> None:
+@pytest.mark.parametrize(("span_s", "rate"), [(0.0, None), (0.002, 4000.0), (2.0, 4.0)])
+def test_two_tokens_and_time_between_them_have_a_rate(span_s: float, rate: float | None) -> None:
     reply = Reply(ttft_s=1.0, total_s=1.0 + span_s, usage={"completion_tokens": 9})
-    assert reply.tokens_per_s == rate
+    assert reply.tokens_per_s == (rate if rate is None else pytest.approx(rate))
 
 
 def test_several_lines(tmp_path: Path) -> None:
@@ -352,6 +355,12 @@ def test_an_answer_as_json() -> None:
         error = json.loads(failed.stderr)["error"]
         assert (failed.returncode, failed.stdout) == (1, "")
         assert error == {"command": "mimo chat", "message": "messages[0]: this cannot be", "exit_code": 1}
+
+
+def test_a_model_that_the_server_lacks_is_a_wrong_command() -> None:
+    with fake_server() as fake:
+        done = piped("", "--url", fake.url, "--model", "nobody", "hi")
+    assert (done.returncode, done.stderr) == (2, "mimo chat: model 'nobody' is not served\n")
 
 
 def test_ctrl_c_ends_a_single_question() -> None:

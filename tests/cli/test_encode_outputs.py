@@ -211,6 +211,9 @@ def test_failures_are_listed_and_tried_again(kind: str) -> None:
         ("media/b/07.png", "unreadable"),
     ]
     assert failed == [line for line in lines_of("index") if "error" in line]
+    assert {line["input"]: line["code"] for line in failed} == {
+        name: line["code"] for name, line in lines.items() if "error" in line
+    }
     assert lines["media/a/02.png"]["error"] == failed[0]["error"] == "this is bad"
     Path("media/a/02.png").write_bytes(good)
     Path("media/b/07.png").rmdir()

@@ -59,6 +59,12 @@ def test_healing_takes_the_windows_one_after_another(model: str, expected: int) 
     assert 0 < healing["share_of_prefill"] < expected / 65_536
 
 
+def test_weights_of_all_are_those_of_one_gpu_and_the_towers() -> None:
+    done = CliRunner().invoke(app, ["plan", "mimo-v2.5", "--gpu", "l4", "--tp", "1"], env={"COLUMNS": "200"})
+    line = next(" ".join(line.split()) for line in done.stdout.splitlines() if "weights" in line)
+    assert line.startswith("weights 291.6 GiB 293.4 GiB in all, 1.8 GiB of it towers, which are an encoder's;")
+
+
 def test_weights_are_shared_out_and_routers_repeated() -> None:
     report = planned("mimo-v2.5", "--tp", "8", "--gpu", "h200")
     assert report["weights"]["total_bytes"] == 315_031_102_208

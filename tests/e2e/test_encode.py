@@ -174,6 +174,7 @@ def test_one_bad_file_costs_only_itself(media_dir: Path, tmp_path: Path) -> None
     *lines, summary = [json.loads(line) for line in done.stdout.splitlines()]
     assert (summary["summary"]["done"], summary["summary"]["failed"]) == (1, 1)
     assert {Path(line["file"]).name: "error" in line for line in lines} == {"good.png": False, "bad.png": True}
+    assert all(("code" in line) == ("error" in line) for line in lines)
     out = tmp_path / "embeddings.safetensors"
     tensors, _ = read(out)
     assert list(tensors) == [str(good)]
