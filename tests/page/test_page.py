@@ -98,6 +98,21 @@ async def test_edit_and_try_again(browser: Browser, service: Service) -> None:
         assert await visit.ask("Count from 5 to 8.") != first
 
 
+async def test_a_damaged_file_is_refused_once_and_not_with_every_later_question(
+    browser: Browser, service: Service, tmp_path: Path
+) -> None:
+    bad = tmp_path / "bad.png"
+    bad.write_bytes(b"sixteen letters.")
+    async with visiting(browser, service.url, allowed=("Failed to load resource",)) as visit:
+        await visit.open()
+        await visit.give("drop", bad)
+        await visit.attached(1)
+        await visit.ask("what?")
+        assert " 422" in await visit.page.inner_text(".fault code >> nth=0")
+        assert await visit.ask("Count from 1 to 3.")
+        assert await visit.page.locator(".fault").count() == 1
+
+
 async def test_the_waterfall_shows_where_the_time_went(browser: Browser, service: Service) -> None:
     async with visiting(browser, service.url) as visit:
         await visit.open()

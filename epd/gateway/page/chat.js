@@ -1,101 +1,13 @@
-// The conversation: turns, questions, answers as they come. What the model says goes in as text, see markdown.js.
+// The conversation: turns, questions and answers, and what of them the model hears again.
 
+import { AnswerView, callNode, factsOf, faultNode } from "./answer.js";
 import { ApiError, streamChat } from "./api.js";
 import { button, byId, el } from "./dom.js";
-import { count, duration, plural } from "./format.js";
-import { MarkdownView } from "./markdown.js";
 import { requestFields, systemPrompt } from "./settings.js";
 
-/** One answer on its way into its place in the log. */
-class AnswerView {
-  content = "";
-  reasoning = "";
-  calls = [];
-
-  constructor() {
-    this.reasoningText = el("p");
-    this.reasoningTitle = el("summary", {}, "Thinking");
-    this.reasoningNode = el("details.reasoning", { hidden: true }, this.reasoningTitle, this.reasoningText);
-    this.body = el("div.body");
-    this.markdown = new MarkdownView(this.body);
-    this.callNodes = el("div");
-    this.after = el("div");
-    this.facts = el("div.facts");
-    this.node = el("article.turn.assistant.busy", { "aria-label": "Answer", "aria-busy": "true" },
-      el("div.who", {}, "MiMo"), this.reasoningNode, this.body, this.callNodes, this.after, this.facts);
-    this.body.classList.add("caret");
-    this.startedAt = performance.now();
-    this.frame = 0;
-  }
-
-  take(delta) {
-    this.firstAt ??= performance.now();
-    if (delta.reasoning_content) {
-      this.reasoning += delta.reasoning_content;
-    }
-    if (delta.content) {
-      if (this.reasoning && !this.content) this.thoughtFor = performance.now() - this.startedAt;
-      this.content += delta.content;
-    }
-    for (const call of delta.tool_calls ?? []) {
-      const known = (this.calls[call.index] ??= { id: "", type: "function", function: { name: "", arguments: "" } });
-      if (call.id) known.id = call.id;
-      known.function.name += call.function?.name ?? "";
-      known.function.arguments += call.function?.arguments ?? "";
-    }
-    // Tokens may come faster than screens are drawn.
-    this.frame ||= requestAnimationFrame(() => this.draw());
-  }
-
-  draw() {
-    this.frame = 0;
-    this.markdown.show(this.content);
-    if (this.reasoning) {
-      this.reasoningNode.hidden = false;
-      this.reasoningText.textContent = this.reasoning;
-      this.reasoningTitle.textContent = this.thoughtFor ? `Thought for ${duration(this.thoughtFor / 1000)}` : "Thinking";
-    }
-    this.callNodes.replaceChildren(...this.calls.map((call) => callNode(call)));
-    this.onDraw?.();
-  }
-
-  finish() {
-    cancelAnimationFrame(this.frame);
-    this.draw();
-    this.node.classList.remove("busy");
-    this.node.removeAttribute("aria-busy");
-    this.body.classList.remove("caret");
-  }
-
-  message() {
-    const message = { role: "assistant", content: this.content || null };
-    if (this.reasoning) message.reasoning_content = this.reasoning;
-    if (this.calls.length) message.tool_calls = this.calls;
-    if (message.content === null && !this.calls.length && !this.reasoning) message.content = "";
-    return message;
-  }
-}
-
-function callNode(call, form = null) {
-  let shown = call.function.arguments;
-  try {
-    shown = JSON.stringify(JSON.parse(shown), null, 2);
-  } catch {
-    // Not whole yet: as it came.
-  }
-  return el("div.call", {}, el("p.name", {}, "Calls ", el("code", {}, call.function.name || "...")), el("pre", { tabindex: "0" }, shown), form);
-}
-
-function faultNode(error) {
-  const status = error.status ? ` ${error.status}` : "";
-  return el("div.fault", { role: "alert" },
-    el("p", {}, el("strong", {}, "No answer. "), error.message, " ", el("code", {}, `${error.code}${status}`)),
-    error.hint && el("p", {}, error.hint),
-    error.requestId && el("p", {}, "Request ", el("code", {}, error.requestId)));
-}
-
 export class Chat {
-  /** Turns in order: {role, text, media, node} of the person, {role, view, node} of the model, {role, id, text} of tools. */
+  /** Turns in order: {role, text, media, node} of the person, {role, view, node} of the model, {role, id, text} of tools. Each has
+   *  the `question` it belongs to; a question that was not answered `isLeftOut`, with all that belongs to it. */
   #turns = [];
   #running = null;
   #log = byId("log");
@@ -110,6 +22,10 @@ export class Chat {
 
   get isRunning() {
     return this.#running !== null;
+  }
+
+  get isEmpty() {
+    return this.#turns.length === 0;
   }
 
   clear() {
@@ -137,6 +53,8 @@ export class Chat {
   async ask(text, media) {
     if (!this.#turns.length) this.#log.replaceChildren();
     const turn = { role: "user", text, media };
+    turn.question = turn;
+    turn.note = el("span", { hidden: true }, "Not part of the conversation");
     turn.node = this.#userNode(turn);
     this.#turns.push(turn);
     this.#log.append(turn.node);
@@ -147,39 +65,67 @@ export class Chat {
     return el("article.turn.user", { "aria-label": "You" }, el("div.who", {}, "You"),
       turn.media.length ? el("div.media", {}, ...turn.media.map((medium) => medium.view({ controls: true }))) : null,
       turn.text ? el("div.text", {}, turn.text) : null,
-      el("div.facts", {}, button("Edit", () => this.#edit(turn), { "aria-label": "Edit this question" })));
+      el("div.facts", {}, turn.note, button("Edit", () => this.#edit(turn), { "aria-label": "Edit this question" })));
   }
 
-  /** Takes a question and all that follows back into the composer. */
-  #edit(turn) {
-    this.stop();
+  /** Takes a question and all that follows back into the composer; from one that is left out nothing follows. */
+  #edit(question) {
+    if (!question.isLeftOut) this.stop();
     this.attachments.discard();
-    this.#cut(this.#turns.indexOf(turn));
-    for (const medium of turn.media) this.attachments.put(medium);
-    const question = byId("question");
-    question.value = turn.text;
-    grow(question);
-    question.focus();
-    if (!this.#turns.length) this.#log.replaceChildren(this.welcome());
+    this.#remove(question.isLeftOut ? this.#exchange(question) : this.#turns.slice(this.#turns.indexOf(question)), question);
+    for (const medium of question.media) this.attachments.put(medium);
+    const box = byId("question");
+    box.value = question.text;
+    grow(box);
+    box.focus();
+    if (this.isEmpty) this.#log.replaceChildren(this.welcome());
   }
 
-  #cut(index) {
-    for (const turn of this.#turns.splice(index)) turn.node.remove();
+  /** A question and what belongs to it. */
+  #exchange(question) {
+    return this.#turns.filter((turn) => turn.question === question);
+  }
+
+  /** The media of `kept` are still wanted. */
+  #remove(gone, kept = null) {
+    this.#turns = this.#turns.filter((turn) => !gone.includes(turn));
+    for (const turn of gone) {
+      turn.node.remove();
+      if (turn !== kept) for (const medium of turn.media ?? []) medium.release();
+    }
   }
 
   async #again(turn) {
     if (this.isRunning) return;
-    this.#cut(this.#turns.indexOf(turn));
+    const { question } = turn;
+    if (question.isLeftOut) {
+      // The conversation may have gone on without it: it is asked at the end of that.
+      const exchange = this.#exchange(question);
+      const asked = exchange.slice(0, exchange.indexOf(turn));
+      this.#remove(exchange.slice(asked.length));
+      this.#turns = [...this.#turns.filter((other) => !asked.includes(other)), ...asked];
+      this.#log.append(...asked.map(({ node }) => node).filter((node) => node.isConnected));
+    } else {
+      this.#remove(this.#turns.slice(this.#turns.indexOf(turn)));
+    }
     await this.#answer();
+  }
+
+  /** A question without an answer would be refused again with every later one, or stand before the next as if both were one. */
+  #leaveOut(question, isLeftOut) {
+    question.isLeftOut = isLeftOut;
+    question.note.hidden = !isLeftOut;
+    for (const turn of this.#exchange(question)) turn.node.classList.toggle("left-out", isLeftOut);
   }
 
   /** The messages, and the names of files by their place in them. */
   async #messages(signal) {
     const names = new Map();
     const messages = systemPrompt() ? [{ role: "system", content: systemPrompt() }] : [];
-    for (const turn of this.#turns) {
+    for (const turn of this.#turns.filter(({ question }) => !question.isLeftOut)) {
       if (turn.role === "assistant") {
-        if (turn.view.content || turn.view.calls.length || turn.view.reasoning) messages.push(turn.view.message());
+        const message = turn.view.message();
+        if (message) messages.push(message);
       } else if (turn.role === "tool") {
         messages.push({ role: "tool", tool_call_id: turn.id, content: turn.text });
       } else if (turn.media.length) {
@@ -196,7 +142,9 @@ export class Chat {
 
   async #answer() {
     const view = new AnswerView();
-    const turn = { role: "assistant", view, node: view.node };
+    const { question } = this.#turns.at(-1);
+    const turn = { role: "assistant", question, view, node: view.node };
+    this.#leaveOut(question, false);
     this.#turns.push(turn);
     this.#log.append(view.node);
     const speech = new Speech(this.#said);
@@ -216,7 +164,7 @@ export class Chat {
     } catch (error) {
       fault = error;
     }
-    view.finish();
+    view.finish(fault === null);
     if (this.#running === running) this.#running = null;
     this.#showRunning();
     if (!this.#turns.includes(turn)) return;
@@ -261,7 +209,8 @@ export class Chat {
     if (fault && !stopped) view.after.append(faultNode(fault instanceof ApiError ? fault : new ApiError({ status: 0, code: fault.name, message: fault.message })));
     if (fault?.status === 404) for (const { media } of this.#turns) for (const medium of media ?? []) medium.forget();
     if (end.warnings.length) view.after.append(el("p.notice.calm", {}, end.warnings.join(" ")));
-    if (view.calls.length && !fault) this.#offerResults(turn);
+    if (view.wholeCalls.length) this.#offerResults(turn);
+    this.#leaveOut(turn.question, view.message() === null);
     this.onEnd();
     const facts = factsOf(view, end, stopped);
     view.facts.append(
@@ -275,7 +224,9 @@ export class Chat {
   /** Each call waits for what the function gave; with the last result the model goes on. */
   #offerResults(turn) {
     const results = new Map();
+    const wanted = turn.view.wholeCalls;
     const nodes = turn.view.calls.map((call) => {
+      if (!wanted.includes(call)) return callNode(call);
       const input = el("input", { "aria-label": `Result of ${call.function.name}`, placeholder: "What the function gave" });
       const give = button("Give result", null, { type: "submit" });
       const form = el("form", { onsubmit: async (event) => {
@@ -283,8 +234,8 @@ export class Chat {
         if (this.isRunning || this.#turns.at(-1) !== turn) return;
         results.set(call.id, input.value);
         input.disabled = give.disabled = true;
-        if (results.size < turn.view.calls.length) return;
-        for (const [id, text] of results) this.#turns.push({ role: "tool", id, text, node: el("span") });
+        if (results.size < wanted.length) return;
+        for (const [id, text] of results) this.#turns.push({ role: "tool", question: turn.question, id, text, node: el("span") });
         await this.#answer();
       } }, input, give);
       return callNode(call, form);
@@ -316,19 +267,6 @@ export class Chat {
     const below = end + 12 - edge;
     if (below > 0 && (always || below < 160)) (isWhole ? window : this.#log).scrollBy(0, below);
   }
-}
-
-function factsOf(view, end, stopped) {
-  const facts = [];
-  if (stopped) facts.push("stopped");
-  if (end.reason === "length") facts.push("cut at the longest answer allowed");
-  if (view.firstAt) facts.push(`first word after ${duration((view.firstAt - view.startedAt) / 1000)}`);
-  if (end.usage) {
-    const { prompt_tokens: prompt, completion_tokens: completion, prompt_tokens_details: details } = end.usage;
-    facts.push(`${plural(prompt, "token")} in${details?.cached_tokens ? `, ${count(details.cached_tokens)} from cache` : ""}`);
-    facts.push(`${count(completion)} out`);
-  }
-  return facts;
 }
 
 /** Reads a growing answer to a screen reader, sentence by sentence instead of token by token. */

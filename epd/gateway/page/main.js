@@ -153,6 +153,10 @@ addEventListener("keydown", (event) => {
   if (microphone.isRecording()) microphone.stop();
   else if (chat.isRunning) chat.stop();
 });
+addEventListener("beforeunload", (event) => {
+  // Nothing of a conversation is kept: the browser asks before it is lost.
+  if (!chat.isEmpty || !attachments.isEmpty || question.value.trim()) event.preventDefault();
+});
 loadSamples().catch(() => {
   // Without samples the page does all else.
 });

@@ -19,6 +19,7 @@ export class PipelineView {
   #before = null;
   #receipts = [];
   #chosen = null;
+  #tabStop = null;
   #waitingKey = false;
   #timer = 0;
   #drawn = "";
@@ -29,6 +30,8 @@ export class PipelineView {
     this.needKey = needKey;
     this.onView = onView;
     byId("follow").addEventListener("click", () => this.choose(null));
+    byId("recent").addEventListener("keydown", (event) => this.#moveFocus(event));
+    byId("recent").addEventListener("focusin", (event) => this.#setTabStop(event.target));
     document.addEventListener("visibilitychange", () => this.#turn());
     addEventListener("online", () => this.#turn());
     this.#turn();
@@ -150,7 +153,7 @@ export class PipelineView {
       return el(name, { data: { stage: stage.stage }, "aria-label": NAMES[stage.stage] },
         el("h3", {}, NAMES[stage.stage]),
         el("p.big", {}, count(facts.big[0]), el("small", {}, facts.big[1])),
-        el("dl", {}, ...facts.lines.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])),
+        el("dl", {}, ...facts.lines.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
         el("ul.processes", { "aria-label": "Processes" }, ...stage.processes.map(processNode)),
         this.#curve(stage.stage, facts.moving),
         index < stages.length - 1 ? wire(busy) : null,
@@ -215,7 +218,31 @@ export class PipelineView {
     const keptTop = recent.firstChild?.scrollTop ?? 0;
     recent.replaceChildren(el("div.recent-scroll", {}, el("table", {}, el("thead", {}, head), el("tbody", {}, ...rows))));
     recent.firstChild.scrollTop = keptTop;
-    if (focused) recent.querySelector(`[data-sequence="${focused}"]`)?.focus();
+    const picks = this.#picks();
+    const stop = picks.find((pick) => pick.dataset.sequence === this.#tabStop) ?? picks.find((pick) => pick.ariaPressed === "true");
+    this.#setTabStop(stop);
+    // A row that has gone leaves the focus to the oldest that is left.
+    if (focused) (picks.find((pick) => pick.dataset.sequence === focused) ?? picks.at(-1)).focus();
+  }
+
+  #picks() {
+    return [...byId("recent").querySelectorAll("button")];
+  }
+
+  /** The list is one stop of Tab, at the row last gone to, or else at the one that is shown. */
+  #setTabStop(stop) {
+    for (const pick of this.#picks()) pick.tabIndex = pick === stop ? 0 : -1;
+    if (stop === document.activeElement) this.#tabStop = stop.dataset.sequence;
+  }
+
+  /** Within the list arrows go from row to row, Home and End to the newest and the oldest. */
+  #moveFocus(event) {
+    const picks = this.#picks();
+    const index = picks.indexOf(event.target);
+    const to = { ArrowDown: index + 1, ArrowUp: index - 1, Home: 0, End: picks.length - 1 }[event.key];
+    if (index < 0 || to === undefined || event.ctrlKey || event.altKey || event.metaKey) return;
+    event.preventDefault();
+    picks[to]?.focus();
   }
 
   #row(receipt, isShown) {
