@@ -23,6 +23,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from epd.errors import InvalidRequest
 from epd.gateway.answer import THINK_CLOSE, THINK_OPEN
 from epd.gateway.grammar_faults import Unenforceable
+from epd.gateway.grammar_reasons import in_words
 from epd.gateway.grammar_regex import literal, regex, without
 from epd.gateway.grammar_schema import enforceable
 from epd.gateway.grammar_tools import Rules, exact_function, loose_function
@@ -172,10 +173,13 @@ class GrammarMaker:
             if time.monotonic() > until_s:
                 return
             where = form.param + path
-            alone = {"type": "string", "pattern": part.get("pattern", "")}
-            for more, schema in ((".pattern", alone), ("", {**shared, **part})):
-                if more and "pattern" not in part:
-                    continue
+            alone: list[tuple[str, dict[str, Any]]] = []
+            if "pattern" in part:
+                alone.append((".pattern", {"type": "string", "pattern": part["pattern"]}))
+            if "patternProperties" in part:
+                keys = dict.fromkeys(part["patternProperties"], True)
+                alone.append((".patternProperties", {"type": "object", "patternProperties": keys}))
+            for more, schema in (*alone, ("", {**shared, **part})):
                 refusal = partial(_refusal, where + more)
                 try:
                     content = {"json_schema": enforceable(schema, lenient=form.is_lenient)}
@@ -232,17 +236,17 @@ class GrammarMaker:
         try:
             matcher = compile_grammar(grammar, self._tokenizer)
         except ValueError as error:
-            raise refusal(_short(str(error))) from error
+            raise refusal(in_words(str(error))) from error
         # Some limits of the parser are only met once something is written.
         for _ in range(_NUM_TRIED):
             token_id = _first_allowed(matcher.compute_bitmask(), self.eos_token_ids)
             if matcher.is_error() or token_id is None:
-                raise refusal(_short(matcher.get_error() or "NoExtension"))
+                raise refusal(in_words(matcher.get_error() or "NoExtension"))
             if token_id in self.eos_token_ids:
                 return
             matcher.consume_token(token_id)
         if matcher.is_error():
-            raise refusal(_short(matcher.get_error()))
+            raise refusal(in_words(matcher.get_error()))
 
     # -- around it -----------------------------------------------------------------------------------------------------
 
@@ -290,7 +294,7 @@ def _lark(text: str, refusal: Callable[[str], InvalidRequest]) -> str:
     try:
         converted: str = gbnf_to_lark(text)
     except Exception as error:  # the converter raises nothing narrower
-        raise refusal(f"it is no GBNF: {_short(str(error))}") from error
+        raise refusal(f"it is no GBNF: {in_words(str(error))}") from error
     return converted
 
 
@@ -304,23 +308,6 @@ def first_param(wish: Wish) -> str:
 
 def _refusal(where: str, why: str) -> InvalidRequest:
     return InvalidRequest(f"{where} cannot be enforced: {why}", param=where)
-
-
-def _short(reason: str) -> str:
-    """In words: without the parser's inner state, and regular expressions as it has them."""
-    for mark in ("<state>", "<non-verbose/>"):
-        reason = reason.partition(mark)[0]
-    if reason.startswith("NoExtension") or "Unsatisfiable" in reason or "Regex is empty" in reason:
-        return "nothing fits it"
-    if "recursion limit" in reason:
-        return "it is nested too deeply"
-    if "if regex is empty" in reason:
-        return "its pattern, format and lengths are too much together"
-    if "regex parse error" in reason:
-        return (
-            f"it is no regular expression that is supported: {' '.join(reason.rpartition('error:')[2].split())[:200]}"
-        )
-    return " ".join(reason.split())[:400]
 
 
 def _first_allowed(mask: bytes, ends: Sequence[int]) -> int | None:

@@ -9,6 +9,7 @@ reads raw text.
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import quote, unquote
 
 from epd.gateway.grammar_faults import Unenforceable
 from epd.gateway.grammar_numbers import MAX_NUMBER, NUMBER_WORDS, narrow_numbers
@@ -37,6 +38,8 @@ SPACE_PATTERN = r" |\n {0,20}"
 model cannot lose itself in it."""
 
 _ANY = "any-"
+# Of one object, without one that is required among them: the parser looks at all of them at once.
+_MAX_OPTIONAL = 500
 
 
 def enforceable(schema: object, *, in_tags: bool = False, lenient: bool = False) -> dict[str, Any]:
@@ -51,7 +54,7 @@ def enforceable(schema: object, *, in_tags: bool = False, lenient: bool = False)
         check_words(part, path, schema, in_tags=in_tags, lenient=lenient)
     reference = endless(schema, references(schema))
     if reference is not None:
-        where = "".join(f".{step}" for step in reference[1:].split("/")[1:])
+        where = "".join(f".{step}" for step in unquote(reference[1:]).split("/")[1:])
         raise Unenforceable(where, "no document with an end fits it")
     walker = _Walker(schema, in_tags=in_tags, lenient=lenient)
     result = walker.schema(schema, "")
@@ -86,6 +89,7 @@ class _Walker:
         self._one_of(result, schema, path)
         self._numbers(result, path)
         self._count_keys(result, path)
+        _check_optional(result, path)
         if result.get("format") in FORMATS and result.get("type", "string") in ("string", ["string", "null"]):
             _add_pattern(result, f"^({FORMATS[result.pop('format')]})$")
         if self._in_tags:
@@ -104,6 +108,8 @@ class _Walker:
             elif word in SINGLES:
                 # Open keys are dealt with where the object is.
                 yield word, value if isinstance(value, bool) else self.schema(value, here)
+            elif word == "$ref":
+                yield word, f"#{quote(unquote(value[1:]), safe='/~$')}"
             elif word in KNOWN - ANNOTATIONS - {"nullable"}:
                 yield word, value
 
@@ -248,6 +254,17 @@ def _anything(*, in_tags: bool) -> dict[str, Any]:
             {"type": "object", **(keys if in_tags else {"additionalProperties": again})},
         ]
     }
+
+
+def _check_optional(schema: Mapping[str, Any], path: str) -> None:
+    required, number, most = set(schema.get("required") or ()), 0, 0
+    for key in schema.get("properties", ()):
+        number = 0 if key in required else number + 1
+        most = max(most, number)
+    if most > _MAX_OPTIONAL:
+        raise Unenforceable(
+            path, f"too many optional properties in one object ({most}); allowed: about {_MAX_OPTIONAL} in a row"
+        )
 
 
 def _add_pattern(schema: dict[str, Any], pattern: str) -> None:

@@ -25,7 +25,7 @@ from epd.gateway.grammar_regex import (
     without,
 )
 from epd.gateway.grammar_schema import enforceable
-from epd.gateway.grammar_words import ANNOTATIONS, check_shapes
+from epd.gateway.grammar_words import ANNOTATIONS, check_reference, check_shapes
 from epd.gateway.toolcalls import kinds_of, resolve
 
 _KEY = re.compile(r"[^<>\s](?:[^<>]*[^<>\s])?")
@@ -264,10 +264,10 @@ class _Texts:
 
     def _followed(self, reference: Any, path: str) -> str | None:
         self._num_followed += 1
-        target = resolve(str(reference), self._root)
-        if target is None or self._num_followed > _MAX_FOLLOWED:
-            raise Unenforceable(f"{path}.$ref", f"{json.dumps(reference)[:80]} leads nowhere, or in circles")
-        return self.of(target, path)
+        check_reference(reference, path, self._root, in_tags=False)
+        if self._num_followed > _MAX_FOLLOWED:
+            raise Unenforceable(f"{path}.$ref", f"{json.dumps(reference)[:80]} leads in circles")
+        return self.of(resolve(reference, self._root), path)
 
     def _either(self, options: Any, path: str) -> str | None:
         texts = [text for i, option in enumerate(options) if (text := self.of(option, f"{path}[{i}]")) is not None]

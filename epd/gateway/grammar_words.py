@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from epd.gateway.grammar_faults import Unenforceable
 from epd.gateway.grammar_numbers import NUMBER_WORDS
@@ -157,11 +158,25 @@ def check_words(part: Mapping[str, Any], path: str, root: Mapping[str, Any], *, 
     if named is not None and named not in _FORMAT_NAMES and not lenient and (not kinds or "string" in kinds):
         allowed = ", ".join(sorted(_FORMAT_NAMES))
         raise Unenforceable(f"{path}.format", f"it is {json.dumps(named)[:80]}; allowed: {allowed}")
-    reference = part.get("$ref", "#/")
+    if "$ref" in part:
+        check_reference(part["$ref"], path, root, in_tags=in_tags)
+    base = part.get("$id", "#")
+    if path and not str(base).startswith("#") and '"$ref"' in json.dumps(part):
+        raise Unenforceable(f"{path}.$id", "references inside of it go by it, which is not supported")
+
+
+def check_reference(reference: str, path: str, root: Mapping[str, Any], *, in_tags: bool) -> None:
+    """Raises Unenforceable for one that is no pointer to a schema inside the root. `in_tags`: to a definition."""
     shown = json.dumps(reference)[:200]
-    if not reference.startswith("#") or (in_tags and reference == "#"):
+    steps = unquote(reference).split("/")
+    leads = steps[0] == "#" and (not in_tags or steps[1:2] in (["$defs"], ["definitions"]))
+    at = 1
+    while leads and at < len(steps):
+        leads = steps[at] in SINGLES or (steps[at] in MAPS and at + 1 < len(steps))
+        at += 2 if steps[at] in MAPS else 1
+    if not leads:
         raise Unenforceable(f"{path}.$ref", f"it is {shown}; allowed: one inside the schema, as #/$defs/NAME")
-    if "$ref" in part and not isinstance(resolve(reference, root), Mapping | bool):
+    if not isinstance(resolve(reference, root), Mapping | bool):
         raise Unenforceable(f"{path}.$ref", f"it is {shown}, which does not exist in the schema")
 
 

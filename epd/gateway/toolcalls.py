@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
+from urllib.parse import unquote
 
 CALL_OPEN = "<tool_call>"
 CALL_CLOSE = "</tool_call>"
@@ -259,10 +260,10 @@ def _kinds(schema: object, root: Mapping[str, Any], followed: set[str]) -> list[
 
 def resolve(reference: str, root: Mapping[str, Any]) -> object:
     """What a JSON pointer such as `#/$defs/Point` leads to; None for anything else."""
-    if not reference.startswith("#"):
+    if reference != "#" and not reference.startswith("#/"):
         return None
     found: object = root
-    for step in reference[1:].split("/")[1:]:
+    for step in unquote(reference[1:]).split("/")[1:]:
         found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
     return found
 
