@@ -37,6 +37,7 @@ bench = typer.Typer(
     Example: mimo bench media --quick
     """,
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode=None,
 )
 

@@ -26,6 +26,7 @@ cache = typer.Typer(
     Example: mimo cache stats
     """,
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode=None,
 )
 

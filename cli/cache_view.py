@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cli.cache_workers import TIERS, WorkerTiers
-from cli.terminal import quoted
+from cli.terminal import counted, quoted
 from encoder import ArenaReport
 from epd import LocalStoreReport
 
@@ -65,7 +65,7 @@ def show_kv_store(console: Console, report: LocalStoreReport) -> None:
     table.add_row("memory", mib(report.memory_bytes), f"{report.num_memory_records:,}", quoted(report.memory_directory))
     table.add_row("disk", mib(report.disk_bytes), f"{report.num_disk_records:,}", quoted(report.disk_directory))
     console.print(table)
-    line = f"{report.num_records:,} pages of KV"
+    line = f"{counted(report.num_records, 'page')} of KV"
     if report.oldest_put_age_s is not None and report.newest_put_age_s is not None:
         line += (
             f"; the last written {span(report.newest_put_age_s)} ago, the oldest {span(report.oldest_put_age_s)} ago"

@@ -12,7 +12,7 @@ from cli.chat_client import ChatFailed, MessageRefused, Reply, Target, ask
 from cli.chat_input import BLOCK, LineReader, dropped_files
 from cli.media_files import MediaFileError, recognised_part
 from cli.plan_units import seconds
-from cli.terminal import os_words, printable_line
+from cli.terminal import counted, os_words, printable_line
 from preprocess.types import Modality
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
@@ -235,13 +235,13 @@ class Repl:
                 json.dump(body, file, indent=2, ensure_ascii=False)
         except OSError as error:
             raise CommandFailed(f"{rest}: {os_words(error)}") from error
-        self._note(f"{len(conversation.messages)} messages in {rest}")
+        self._note(f"{counted(len(conversation.messages), 'message')} in {rest}")
 
     def _stats(self, rest: str) -> None:
         totals = self._conversation.totals
         cached = ", ".join(f"{tier} {count:,}" for tier, count in totals.cached.items() if count)
         self._note(
-            f"{totals.num_answers} answers: {totals.prompt_tokens:,} prompt tokens"
+            f"{counted(totals.num_answers, 'answer')}: {totals.prompt_tokens:,} prompt tokens"
             f"{f' (cached: {cached})' if cached else ''}, {totals.completion_tokens:,} in answers"
         )
 

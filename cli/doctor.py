@@ -14,7 +14,7 @@ import typer
 from cli.completion import served_models, shipped_configs
 from cli.doctor_check import Check, Level, worst
 from cli.errors import ConfigError
-from cli.terminal import printable_line
+from cli.terminal import counted, printable_line
 
 _COLOURS: Final[dict[Level, str]] = {"ok": "green", "warn": "yellow", "fail": "red"}
 
@@ -59,7 +59,8 @@ def doctor(
         typer.echo(json.dumps(_as_json(sections, level, time.monotonic() - started_s), indent=2))
     else:
         counts = {kind: sum(check.level == kind for check in found) for kind in ("warn", "fail")}
-        typer.echo(f"\n{len(found)} checks, {counts['warn']} warnings, {counts['fail']} failures")
+        amiss = f"{counted(counts['warn'], 'warning')}, {counted(counts['fail'], 'failure')}"
+        typer.echo(f"\n{counted(len(found), 'check')}, {amiss}")
     if level == "fail":
         raise typer.Exit(1)
 

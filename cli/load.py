@@ -68,7 +68,7 @@ class SupervisorConfig:
     max_early_exits: int = 4
     drain_s: float = 15.0
     # A process that answered before and then says nothing for this long is killed, and started again like any other.
-    silence_s: float = 30.0
+    silence_s: float = 20.0
     probe_period_s: float = 1.0
     start_timeout_s: float = 300.0
     # Of the logs of all processes, on standard error.
@@ -289,7 +289,7 @@ def load(
     model_dir, model_name = resolve_model(str(settings.get("model", "mimo-nano")), environ)
     model: dict[str, Any] = {"model_dir": model_dir, "model_name": str(settings.get("model_name", model_name))}
 
-    counts = _counts(mode, settings, takes_media=takes_media(model_dir))
+    counts = _counts(mode, settings, file, takes_media=takes_media(model_dir))
 
     def address(stage: str, index: int) -> str:
         return f"inproc://{stage}-{index}" if mode == "unified" else f"ipc://{runtime_dir}/{stage}-{index}"
@@ -352,9 +352,8 @@ def tiers_unless_chosen(chosen: Mapping[str, Any]) -> dict[str, Any]:
     return {"host_budget_bytes": HOST_BUDGET_BYTES, "kv_store": "local"}
 
 
-def _counts(mode: Mode, settings: Mapping[str, Any], *, takes_media: bool) -> dict[str, int]:
-    """Processes per stage: one of each in unified mode, no decode stage where prefill workers decode, no encoder for a
-    model of text alone."""
+def _counts(mode: Mode, settings: Mapping[str, Any], file: Path | None, *, takes_media: bool) -> dict[str, int]:
+    """Processes per stage; no decode stage where prefill workers decode, no encoder for a model of text alone."""
     counts = {stage: replicas(stage, settings.get(stage, {})) for stage in _STAGES}
     if mode == "unified":
         for stage, count in counts.items():
@@ -367,7 +366,9 @@ def _counts(mode: Mode, settings: Mapping[str, Any], *, takes_media: bool) -> di
     if mode == "epd":
         return counts
     if settings.get("decode"):
-        raise ConfigError(f"decode.{next(iter(settings['decode']))} is set, but mode {mode} has no decode stage")
+        key = next(iter(settings["decode"]))
+        where = f" in {file}" if file and key in read_file(file).get("decode", {}) else ""
+        raise ConfigError(f"decode.{key} is set{where}, but mode {mode} has no decode stage")
     return counts | {"decode": 0}
 
 

@@ -119,12 +119,12 @@ def recognised_part(path: Path, wanted: Modality | None) -> tuple[Modality, dict
     content = _read(path)
     kind, found = sniff(content), modality_of_content(content)
     if found is None:
-        raise MediaFileError(f"{path_text(path)}: is no picture, video or sound but {kind}")
+        raise MediaFileError(f"{path_text(path)} is no picture, video or sound but {kind}")
     serves = wanted is None or found is wanted
     serves |= (wanted, found) == (Modality.AUDIO, Modality.VIDEO)
     serves |= (wanted, found) == (Modality.VIDEO, Modality.IMAGE) and kind in _MOVING_PICTURES
     if not serves:
-        raise MediaFileError(f"{path_text(path)}: is {_NAMES[found]} ({kind}): attach it as {found.value}")
+        raise MediaFileError(f"{path_text(path)} is {_NAMES[found]} ({kind}): attach it as {found.value}")
     modality = wanted or found
     return modality, _part(path, modality, content)
 

@@ -41,7 +41,14 @@ def complain(command: str, message: str, *, exit_code: int) -> None:
 
 def os_words(error: OSError) -> str:
     """What the system says of it, or, where nothing came with it, its kind: `TimeoutError()` has no text."""
-    return error.strerror or str(error) or type(error).__name__
+    # asyncio adds the address, which whoever tells of it has named.
+    said = (error.strerror or "").partition(" (while attempting")[0]
+    return said or str(error) or type(error).__name__
+
+
+def counted(number: int, word: str) -> str:
+    """`1 answer`, `2 answers`."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
 def speaks_json(arguments: list[str]) -> bool:

@@ -16,6 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from cli.app import SUBCOMMANDS, LazyGroup, app, main
+from cli.terminal import counted, os_words
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -73,6 +74,20 @@ def test_what_stands_beside_the_names_fits_a_terminal() -> None:
     shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).output
     for name, known in SUBCOMMANDS.items():
         assert re.search(rf"^  {name} +{re.escape(known.summary)}$", shown, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", ["cache", "bench"])
+def test_completion_is_offered_once(name: str) -> None:
+    assert "--install-completion" not in CliRunner().invoke(app, [name, "--help"]).output
+
+
+def test_an_address_is_told_once() -> None:
+    error = OSError(98, "Address already in use (while attempting to bind on address ('127.0.0.1', 1))")
+    assert os_words(error) == "Address already in use"
+
+
+def test_one_is_not_several() -> None:
+    assert [counted(number, "answer") for number in (0, 1, 2000)] == ["0 answers", "1 answer", "2,000 answers"]
 
 
 def test_version() -> None:

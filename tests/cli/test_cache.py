@@ -168,7 +168,7 @@ def test_stores_of_kv_for_people_and_as_json(tmp_path: Path) -> None:
     lines = [" ".join(line.split()) for line in done.output.splitlines()]
     assert f"{tmp_path / 'kv'} KV" in lines
     assert "3 pages of KV; the last written 0 s ago, the oldest 0 s ago" in lines
-    assert "1 pages of KV; the last written 0 s ago, the oldest 0 s ago" in lines
+    assert "1 page of KV; the last written 0 s ago, the oldest 0 s ago" in lines
     found = json.loads(run("stats", "--json").stdout)
     assert found["embeddings"] == []
     first, second = found["kv_stores"]

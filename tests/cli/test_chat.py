@@ -252,8 +252,8 @@ def test_files_are_attached(tmp_path: Path) -> None:
         terminal.answer(f'"{ROOT}/samples/tones.wav"', "attached audio tones.wav")
         terminal.answer("/video nowhere.mp4", "error: nowhere.mp4: No such file or directory")
         terminal.answer("/video", "error: /video needs a file")
-        terminal.answer("/image README.md", "error: README.md: is no picture, video or sound but text")
-        terminal.answer("/image samples/tones.wav", "tones.wav: is a sound (WAV): attach it as audio")
+        terminal.answer("/image README.md", "error: README.md is no picture, video or sound but text")
+        terminal.answer("/image samples/tones.wav", "tones.wav is a sound (WAV): attach it as audio")
         terminal.answer("what is there?", "of 1")
         kinds = [part["type"] for part in fake.bodies[-1]["messages"][0]["content"]]
         assert kinds == ["image_url", "image_url", "audio_url", "text"]

@@ -337,4 +337,4 @@ def test_a_failure_is_exit_code_1_and_readable(tmp_path: Path) -> None:
     assert "engine.page_size is 0" in done.stdout
     assert "->" in done.stdout
     assert "\x1b" not in done.stdout
-    assert done.stdout.rstrip().endswith("1 failures")
+    assert done.stdout.rstrip().endswith("1 failure")

@@ -94,6 +94,11 @@ def test_refusals_name_key_value_and_what_is_allowed(
         assert word in str(refused.value)
 
 
+def test_what_a_file_sets_for_a_stage_that_is_not_there_is_said_to_be_in_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"decode\.replicas is set in epd, but mode unified has no decode stage"):
+        load(runtime_dir=tmp_path, file=Path("epd"), environ={}, flags={"mode": "unified"})
+
+
 def test_shipped_configurations_load(tmp_path: Path) -> None:
     for name in ("epd", "e-pd", "unified"):
         assert load(runtime_dir=tmp_path, file=Path(name), environ={}).mode == name
