@@ -294,7 +294,7 @@ def _lark(text: str, refusal: Callable[[str], InvalidRequest]) -> str:
     try:
         converted: str = gbnf_to_lark(text)
     except Exception as error:  # the converter raises nothing narrower
-        raise refusal(f"it is no GBNF: {in_words(str(error))}") from error
+        raise refusal(f"it is no GBNF: {' '.join(str(error).split())[:400]}") from error
     return converted
 
 
