@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 from playwright.async_api import Browser, Route
 
-from epd.types import Role
+from epd.types import Finish, FinishReason, Role, Usage
 from tests.fakes.gateway import running_gateway
 from tests.page.visit import Visit, visiting
 
@@ -53,6 +53,21 @@ async def test_at_every_width_labels_are_whole_and_examples_fill_their_rows(brow
             columns = found.pop("columns")
             assert 4 % columns == 0, (width, columns)
             assert found == {"cut": [], "width": width}
+
+
+async def test_a_long_word_of_an_error_stays_within_a_narrow_page(browser: Browser) -> None:
+    usage = Usage(prompt_tokens=1, completion_tokens=0)
+    finish = Finish(request_id="", reason=FinishReason.FAILED, usage=usage, status=400, code="bad", message="w" * 90)
+    phone = {"width": 320, "height": 640}
+    async with (
+        running_gateway() as stack,
+        visiting(browser, stack.url, viewport=phone, allowed=("Failed to load resource",)) as visit,
+    ):
+        await visit.open()
+        stack.worker.finish = finish
+        await visit.ask("hello")
+        assert await visit.page.locator(".fault").count() == 1
+        assert await visit.page.evaluate("document.documentElement.scrollWidth") <= phone["width"]
 
 
 async def test_the_list_of_requests_is_one_stop_of_tab(browser: Browser) -> None:
