@@ -14,6 +14,10 @@ _WORDS = (
         "too many optional properties or options may come next at one place; allowed: fewer of them",
     ),
     (("are not disjoint",), "two of its patterns may fit the same key; allowed: patterns that no key fits two of"),
+    (
+        ("lookarounds not supported",),
+        "its pattern has an anchor or the edge of a word inside; allowed: ^ at its beginning, $ at its end",
+    ),
     (("grammar size",), "it is too large for one grammar"),
 )
 

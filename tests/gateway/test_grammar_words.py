@@ -54,6 +54,7 @@ def test_pointers_with_escapes(reference: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "value", "param", "words"),
     [
+        ("regex", r"\bfoo\b", "F", "the edge of a word"),
         ("grammar", 'start: "a" start', "F", "has no end"),
         (
             "json",
