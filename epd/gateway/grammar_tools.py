@@ -25,7 +25,7 @@ from epd.gateway.grammar_regex import (
     without,
 )
 from epd.gateway.grammar_schema import enforceable
-from epd.gateway.grammar_words import ANNOTATIONS, check_reference, check_shapes
+from epd.gateway.grammar_words import ANNOTATIONS, KNOWN, check_reference, check_shapes
 from epd.gateway.toolcalls import kinds_of, resolve
 
 _KEY = re.compile(r"[^<>\s](?:[^<>]*[^<>\s])?")
@@ -108,9 +108,8 @@ def _check_top(schema: Mapping[str, Any]) -> None:
         raise Unenforceable(".type", f'it is {json.dumps(schema["type"])}; allowed: "object"')
     for word in schema:
         if word not in _TOP_WORDS:
-            raise Unenforceable(
-                f".{word}", "it is not supported for all arguments of a function together; allowed inside of one"
-            )
+            inside = "; allowed inside of one" if word in KNOWN - {"patternProperties", "uniqueItems"} else ""
+            raise Unenforceable(f".{word}", f"it is not supported for all arguments of a function together{inside}")
 
 
 def _declared(schema: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:

@@ -79,6 +79,14 @@ def test_raw_strings_that_are_too_long() -> None:
     assert caught.value.param == "F.properties.x"
 
 
+@pytest.mark.parametrize(("word", "is_allowed_inside"), [("anyOf", True), ("propertyNames", False)])
+def test_words_for_all_arguments_together(word: str, is_allowed_inside: bool) -> None:
+    value = [{}] if word == "anyOf" else {}
+    with pytest.raises(InvalidRequest, match="arguments of a function together") as caught:
+        MAKER.grammar(Wish(calls=Calls((Function("f", {word: value}, "F", True),), True, True)))
+    assert ("allowed inside of one" in caught.value.message) == is_allowed_inside
+
+
 def test_pointers_do_not_go_by_an_inner_id() -> None:
     inner = {"$id": "b.json", "items": {"$ref": "#/$defs/c"}, "$defs": {"c": INTEGER}}
     where, _ = refusal("json", holder({"$ref": "#/$defs/b"}, b=inner, c={"type": "boolean"}))
