@@ -83,7 +83,8 @@ class GatewayConfig:
     worker_timeout_s: float = 15.0
     # How long a request waits for a stage that is down, at admission and before each further attempt. A killed stage is
     # missed at once and is back within this time unless the machine is very busy; clients are told to come back then.
-    restart_wait_s: float = 12.0
+    # One that hangs is given up after `worker_timeout_s`, killed after `SupervisorConfig.silence_s`: both count.
+    restart_wait_s: float = 20.0
     # How often host names among the addresses are resolved again: what they stand for comes and goes.
     resolve_period_s: float = 5.0
     # Whether /ready asks for every process of every stage, or for one of each: where replicas come and go, one of them

@@ -49,7 +49,7 @@ class FrontConfig:
     # copies together are below this. Beyond it they stay leased until they are sent.
     max_reply_bytes: int = 1 << 30
     # How long a request waits while no replica is up; a killed one is back within this time as a rule.
-    restart_wait_s: float = 12.0
+    restart_wait_s: float = 20.0
     # How long answers may go on after the signal to stop; shorter than `SupervisorConfig.drain_s`.
     drain_s: float = 10.0
     api_keys: tuple[str, ...] = ()

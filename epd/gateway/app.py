@@ -185,9 +185,10 @@ def create_app(
         if own_grammars is not None:
             own_grammars.close()
 
-    app.cleanup_ctx.append(run_stages)
+    # First what can fail.
     if file_routes is not None:
         app.cleanup_ctx.append(file_routes.run)
+    app.cleanup_ctx.append(run_stages)
     return app
 
 

@@ -72,7 +72,7 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """What the content is, found from its bytes; None for what is no medium."""
 
 
-class FilesUnusable(Exception):
+class FilesUnusable(ValueError):
     """The directory for files cannot be used; the message says which it is, why, and what to do."""
 
 
@@ -89,23 +89,35 @@ class FileStore:
         self._arriving: dict[str, int] = {}
         self._guard = threading.Lock()
 
-    def open(self) -> None:
-        """Make the root, and remove what is torn or expired. Raises FilesUnusable."""
+    def check(self) -> None:
+        """Make the root. Raises FilesUnusable."""
         try:
             for directory in (self._root, self._kept, self._root / "arriving"):
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def open(self) -> None:
+        """Make the root, and remove what is torn or expired. Raises FilesUnusable."""
+        self.check()
+        try:
             self._workspace = Workspace.make(self._root / "arriving")
             self.sweep(is_start=True)
         except OSError as error:
-            raise FilesUnusable(
-                f"gateway.files_dir is {self._root}, which cannot be used: {error.strerror}; name another directory, "
-                "or set gateway.files_bytes to 0 for no files"
-            ) from error
+            raise self._unusable(error) from error
 
     def close(self) -> None:
         if self._workspace is not None:
             self._workspace.close()
             self._workspace = None
+
+    def _unusable(self, error: OSError) -> FilesUnusable:
+        return FilesUnusable(
+            f"gateway.files_dir is {self._root}, which cannot be used: {error.strerror}; name another directory, or "
+            "set gateway.files_bytes to 0 for no files"
+        )
 
     def begin(self, owner: str) -> "Arriving":
         """Room for an upload, to be committed or abandoned once. Raises FilesFull where there is none at all."""

@@ -59,6 +59,11 @@ _HEADERS: Mapping[str, Any] = {
         "schema": {"type": "string", "pattern": "^[A-Za-z0-9._:-]{1,128}$"},
     },
     "Retry-After": _RETRY_AFTER,
+    "WWW-Authenticate": {
+        "description": "How keys are sent",
+        "required": True,
+        "schema": {"type": "string", "enum": ["Bearer"]},
+    },
     "Allow": {
         "description": "The methods that the path takes",
         "required": True,
@@ -249,6 +254,8 @@ def _headers(status: int) -> dict[str, Any]:
     names = ["X-Request-Id"]
     if status in (429, 503):
         names.append("Retry-After")
+    if status == 401:
+        names.append("WWW-Authenticate")
     if status == 405:
         names.append("Allow")
     return {name: _header(name) for name in names}

@@ -39,7 +39,9 @@ class Problem:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Retry-After is whole seconds; a busy server always gives one."""
+        """Retry-After is whole seconds; a busy server always gives one. A 401 says how keys are sent (RFC 9110)."""
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
         retry_after_s = self.retry_after_s
         if retry_after_s is None and self.status in (429, 503):
             retry_after_s = 1.0

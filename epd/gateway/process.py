@@ -4,6 +4,7 @@ import asyncio
 import logging
 import signal
 import sys
+import time
 from contextlib import AbstractAsyncContextManager
 
 import uvloop
@@ -14,6 +15,7 @@ from encoder.cluster import ClusterKeys
 from epd.config import GatewayConfig
 from epd.gateway.app import create_app, start_gateway
 from epd.gateway.files import FilesUnusable
+from epd.gateway.files_routes import file_store
 from epd.gateway.keys import ApiKeys, KeysUnusable
 from epd.gateway.render import Renderer
 from epd.gateway.tls import Tls, TlsUnusable
@@ -66,9 +68,13 @@ def read_tls(config: GatewayConfig) -> Tls | None:
 
 
 def check_gateway(config: GatewayConfig) -> None:
-    """Whether what the settings name can be used, before any process starts. Raises KeysUnusable, TlsUnusable."""
+    """Whether what the settings name can be used, before any process starts. Raises KeysUnusable, TlsUnusable,
+    FilesUnusable."""
     ApiKeys(config.api_keys, config.api_keys_file)
     read_tls(config)
+    files = file_store(config, unix_clock=time.time)
+    if files is not None:
+        files.check()
 
 
 def discovering(

@@ -159,6 +159,17 @@ def test_serve_says_it_in_one_line_before_anything_runs(model_dir: Path, tmp_pat
     assert not list(tmp_path.glob("mimo-*"))
 
 
+def test_a_directory_for_files_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("in the way")
+    command = [sys.executable, "-m", "cli", "serve", "--mode", "epd", "--port", "0"]
+    environ = os.environ | {"TMPDIR": str(tmp_path), "MIMO_CACHE_DIR": str(tmp_path / "cache")}
+    environ.pop("MIMO_GATEWAY__FILES_DIR", None)
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert f"gateway.files_dir is {tmp_path}/cache/files, which cannot be used" in line
+
+
 def test_encode_says_it_in_one_line_too(model_dir: Path) -> None:
     configure(model_dir, "vision_config", patch_size=0)
     with pytest.raises(

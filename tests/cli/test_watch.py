@@ -12,7 +12,7 @@ from cli.stage import FrontStage, WorkerStage
 from cli.watch import Watch
 from encoder import FrontConfig, SglangConfig
 from encoder.wire import Codec
-from epd.config import EngineConfig
+from epd.config import EngineConfig, GatewayConfig
 from epd.types import Hello, Role, ToWorker
 
 
@@ -121,3 +121,10 @@ async def test_of_a_front_the_loop_that_works_is_asked(tmp_path: Path) -> None:
     await asyncio.gather(running, return_exceptions=True)
     listening.close()
     assert set(asked) == {"/v1/models"}
+
+
+def test_who_waits_for_a_hung_stage_waits_until_it_is_replaced() -> None:
+    """It is given up as lost first, and then waited for: longer together than until it is killed, and started."""
+    gateway, start_s = GatewayConfig(model_dir=Path(), model_name=""), 10.0
+    waits_s = gateway.worker_timeout_s + gateway.restart_wait_s
+    assert waits_s >= SupervisorConfig().silence_s + start_s

@@ -44,6 +44,7 @@ async def test_too_many_requests_are_told_when_to_come_back() -> None:
                 assert answer.status == 200
             async with stack.session.post(url, json=BODY, headers={"Authorization": "Bearer no"}) as answer:
                 assert answer.status == 401
+                assert answer.headers["WWW-Authenticate"] == "Bearer"
         async with stack.session.post(url, json=BODY, headers={"Authorization": "Bearer two"}) as answer:
             assert answer.status == 200
 
