@@ -2,17 +2,19 @@
 
     <think>REASONING</think>CONTENT<tool_call> <function=NAME> <parameter=KEY>VALUE</parameter> </function> </tool_call>
 
-`<think>` counts only at the start of the answer; reasoning that is never closed is reasoning to the end. A tool call is
-emitted when its block is complete; a block that is no call of a known function is text. All text is passed on but the
-tags, white space before `<think>`, and white space that only sets calls apart: before a call, between two, after the
-last. Every character is looked at a bounded number of times, however the stream is cut.
+`<think>` counts only at the start of the answer; reasoning that is never closed is reasoning to the end. A tool call
+comes as it is written, from its function's name on (see `epd.gateway.call_stream`); a block that is no call of a known
+function is text. All text is passed on but the tags, white space before `<think>`, and white space that only sets calls
+apart: before a call, between two, after the last. Every character is looked at a bounded number of times, however the
+stream is cut.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from epd.gateway.toolcalls import CALL_CLOSE, CALL_OPEN, CallReader, ToolCall, Tools
+from epd.gateway.call_stream import CallArguments, CallBegin, CallEnd, CallPiece, CallStream, CallText
+from epd.gateway.toolcalls import CALL_OPEN, Tools
 
 THINK_OPEN = "<think>"
 THINK_CLOSE = "</think>"
@@ -29,7 +31,7 @@ class Content:
     text: str
 
 
-Piece = Reasoning | Content | ToolCall
+Piece = Reasoning | Content | CallBegin | CallArguments | CallEnd
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
@@ -41,6 +43,8 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
                 result[-1] = Reasoning(before + text)
             case Content(before), Content(text):
                 result[-1] = Content(before + text)
+            case CallArguments(before), CallArguments(text):
+                result[-1] = CallArguments(before + text)
             case _:
                 result.append(piece)
     return result
@@ -59,19 +63,22 @@ class AnswerParser:
 
     def __init__(self, *, tools: Tools | None, in_reasoning: bool = False) -> None:
         """`tools` maps a function name to its parameters schema. `in_reasoning`: the prompt opened `<think>`."""
-        self._calls = None if tools is None else CallReader(tools)
+        self._calls = None if tools is None else CallStream(tools)
         self._state: Literal["start", "reasoning", "content", "call"] = "reasoning" if in_reasoning else "start"
         self._held = ""
         """The end of the text so far, where it may begin a tag; shorter than a tag."""
         self._space: list[str] = []
         """White space that is content if text follows, and nothing if a call does."""
-        self._block: list[str] = []
-        """An unfinished block from its opening tag on."""
         self._after_call = False
 
     @property
     def in_reasoning(self) -> bool:
         return self._state == "reasoning"
+
+    @property
+    def in_call(self) -> bool:
+        """Inside a block, which may have ended its call."""
+        return self._state == "call"
 
     def push(self, text: str) -> list[Piece]:
         pieces: list[Piece] = []
@@ -82,15 +89,19 @@ class AnswerParser:
                 rest = self._step(rest, pieces)
         return joined(pieces)
 
-    def close(self) -> list[Piece]:
-        """The rest. An unfinished block is text, unfinished reasoning is reasoning."""
+    def close(self, *, is_cut: bool = False) -> list[Piece]:
+        """The rest. Unfinished reasoning is reasoning; a block that has no call is text, unless the answer was cut
+        (`is_cut`) where a call may have begun."""
         held, self._held = self._held, ""
         if self._state == "reasoning":
             return [Reasoning(held)] if held else []
-        # `_held` is the end of `_block` there.
-        tail = self._taken(self._block) if self._state == "call" else held
+        if self._state == "call":
+            assert self._calls is not None
+            pieces: list[Piece] = []
+            self._tell(self._calls.close(is_cut=is_cut), pieces)
+            return joined(pieces)
         space = self._taken(self._space)
-        text = tail if self._after_call and not tail else space + tail
+        text = held if self._after_call and not held else space + held
         return [Content(text)] if text else []
 
     def _step(self, text: str, pieces: list[Piece]) -> str | None:
@@ -141,9 +152,11 @@ class AnswerParser:
             pieces.append(Content(self._taken(self._space) + shown))
             self._after_call = False
         self._space.append(before[len(shown) :])
-        if rest is not None:
-            self._state = "call"
-        return rest
+        if rest is None:
+            return None
+        self._state = "call"
+        self._calls.open(CALL_OPEN)
+        return rest[len(CALL_OPEN) :]
 
     def _until(self, tag: str, text: str) -> tuple[str, str | None]:
         """Text before `tag`, and the rest from the tag on; None without a tag: its possible beginning is held."""
@@ -156,35 +169,23 @@ class AnswerParser:
         return text[:at], None
 
     def _call(self, text: str, pieces: list[Piece]) -> str | None:
-        # Only the seam is searched again: a block may be long and come one character at a time.
-        seam = self._held + text
-        at = seam.find(CALL_CLOSE)
-        if at < 0:
-            self._block.append(text)
-            self._held = seam[1 - len(CALL_CLOSE) :]
-            return None
-        stop = at + len(CALL_CLOSE) - len(self._held)
-        self._held = ""
-        self._block.append(text[:stop])
-        self._state = "content"
-        self._finish_block(self._taken(self._block), pieces)
-        return text[stop:]
+        assert self._calls is not None
+        found, rest = self._calls.push(text)
+        self._tell(found, pieces)
+        if rest is not None:
+            self._state = "content"
+        return rest
 
-    def _finish_block(self, block: str, pieces: list[Piece]) -> None:
-        space = self._taken(self._space)
-        parsed = None if self._calls is None else self._calls.read(block)
-        if parsed is None:
-            pieces.append(Content(space + block))
-            self._after_call = False
-            return
-        before, call, after = parsed
-        # Words a model puts inside the block, around the function, are not lost.
-        if before.strip():
-            pieces.append(Content(space + before))
-        pieces.append(call)
-        if after.strip():
-            pieces.append(Content(after))
-        self._after_call = not after.strip()
+    def _tell(self, found: list[CallPiece], pieces: list[Piece]) -> None:
+        for piece in found:
+            # White space before a call is layout, before text it is content.
+            space = self._taken(self._space)
+            if isinstance(piece, CallText):
+                pieces.append(Content(space + piece.text))
+                self._after_call = False
+            else:
+                pieces.append(piece)
+                self._after_call = True
 
     @staticmethod
     def _taken(texts: list[str]) -> str:

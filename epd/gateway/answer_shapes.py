@@ -99,10 +99,20 @@ class ToolCallMade(AnswerShape):
     function: FunctionCalled
 
 
-class ToolCallPiece(ToolCallMade):
-    """A call in a stream. It comes whole, in one chunk."""
+class FunctionPiece(AnswerShape):
+    """`arguments` goes on where the piece before ended."""
+
+    name: str = Field(default_factory=str)
+    arguments: str
+
+
+class ToolCallPiece(AnswerShape):
+    """A call in a stream: the first of its index has its id and name, all others more of its arguments."""
 
     index: NonNegative
+    id: str = Field(default_factory=str)
+    type: Literal["function"] = Field(default_factory=lambda: "function")
+    function: FunctionPiece
 
 
 class AnswerMessage(AnswerShape):

@@ -19,6 +19,7 @@ from epd.config import GatewayConfig
 from epd.errors import ContextTooLong
 from epd.gateway.account import Account
 from epd.gateway.answer import AnswerParser, Piece, joined
+from epd.gateway.call_stream import CallEnd
 from epd.gateway.choice import ChoiceRun, Choices, answer_of
 from epd.gateway.conversation import Conversation, read_conversation
 from epd.gateway.generation import Tokens
@@ -32,7 +33,6 @@ from epd.gateway.reply import AnswerEvent, AnswerPart, finish_reason
 from epd.gateway.sampling import answer_text, sampling_of_choices
 from epd.gateway.schema import ChatBody
 from epd.gateway.session import session_of
-from epd.gateway.toolcalls import ToolCall
 from epd.gateway.wishes import wish_of_chat
 from epd.router.workers import Fleet
 from epd.types import FinishReason, GenerateRequest, TokenLogprob
@@ -179,7 +179,8 @@ class AnswerReader:
     def stopped(self) -> bool:
         """The answer ends here whatever the worker still writes: at a stop string (they are looked for in all that the
         model writes, reasoning and calls included), or at the first call where the client wants one at most."""
-        return self._text.matched is not None or (self._single_call and self._has_tool_calls)
+        is_over = self._single_call and self._has_tool_calls and not self._parser.in_call
+        return self._text.matched is not None or is_over
 
     def read(self, tokens: Tokens) -> AnswerPart | None:
         shown: list[Piece] = []
@@ -191,14 +192,15 @@ class AnswerReader:
             # The tags are not counted: an empty pair is no reasoning.
             self.num_reasoning_tokens += was_reasoning and self._parser.in_reasoning
             if self.stopped:
-                shown += self._seen(self._parser.close())
+                shown += self._seen(self._parser.close(is_cut=True))
                 break
         self.num_tokens += num_read
         return self._part(shown, tokens.logprobs[:num_read])
 
-    def rest(self, stop_token_id: int | None) -> AnswerPart | None:
+    def rest(self, stop_token_id: int | None, reason: FinishReason) -> AnswerPart | None:
         tail = self._text.close(stop_token_id)
-        return self._part(self._seen([*self._parser.push(tail), *self._parser.close()]), ())
+        is_cut = reason is not FinishReason.STOP
+        return self._part(self._seen([*self._parser.push(tail), *self._parser.close(is_cut=is_cut)]), ())
 
     def end(self, reason: FinishReason) -> tuple[str, str | int | None]:
         return finish_reason(reason, has_tool_calls=self._has_tool_calls), self._text.stop_reason
@@ -210,7 +212,7 @@ class AnswerReader:
             if self._single_call and self._has_tool_calls:
                 break
             kept.append(piece)
-            self._has_tool_calls = self._has_tool_calls or isinstance(piece, ToolCall)
+            self._has_tool_calls = self._has_tool_calls or isinstance(piece, CallEnd)
         return kept
 
     def _part(self, pieces: list[Piece], logprobs: tuple[TokenLogprob, ...]) -> AnswerPart | None:

@@ -36,7 +36,7 @@ class ChoiceReader(Protocol):
         """None when the tokens completed nothing that can be shown."""
         ...
 
-    def rest(self, stop_token_id: int | None) -> AnswerPart | None:
+    def rest(self, stop_token_id: int | None, reason: FinishReason) -> AnswerPart | None:
         """What was held back, at the end of a choice that was not stopped here; by which token it was stopped."""
         ...
 
@@ -70,7 +70,11 @@ class ChoiceRun:
             async with aclosing(self.generation.run()) as events:
                 async for event in events:
                     came_s = self._spaced(event, came_s)
-                    part = self._read(event) if isinstance(event, Tokens) else reader.rest(event.stop_token_id)
+                    part = (
+                        self._read(event)
+                        if isinstance(event, Tokens)
+                        else reader.rest(event.stop_token_id, event.reason)
+                    )
                     if part is not None:
                         yield replace(part, index=self.index, num_tokens=reader.num_tokens)
                     if isinstance(event, End):
@@ -97,6 +101,9 @@ class ChoiceRun:
         reader, account = self.reader, self.account
         num_tokens, num_reasoning = reader.num_tokens, reader.num_reasoning_tokens
         part = reader.read(tokens)
+        if part is None and not num_tokens:
+            # Nothing to show yet, but that the answer has begun.
+            part = AnswerPart(())
         if account.first_token_s is None:
             self.metrics.ttft.observe(self.clock() - account.started_s)
         account.tokens(reader.num_tokens - num_tokens, num_reasoning=reader.num_reasoning_tokens - num_reasoning)

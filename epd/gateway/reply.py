@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from epd.gateway.account import Account
 from epd.gateway.answer import Content, Piece, Reasoning
-from epd.gateway.toolcalls import ToolCall
+from epd.gateway.call_stream import CallArguments, CallBegin, CallEnd
 from epd.gateway.vocabulary import Vocabulary
 from epd.types import FinishReason, TokenLogprob, Usage
 from preprocess.types import Modality
@@ -210,7 +210,7 @@ class ChatWriter:
         if isinstance(event, ChoiceEnd):
             last = self._chunk(event.index, {}, end=event, num_tokens=event.usage.completion_tokens)
             return [{**last, **self._head.extras(event.answer)}]
-        deltas = [self._delta(piece, event.index) for piece in event.pieces]
+        deltas = [self._delta(piece, event.index) for piece in event.pieces if not isinstance(piece, CallEnd)]
         logprobs = self._logprobs(event.logprobs) if self._style.with_logprobs else []
         if logprobs and not deltas:
             deltas = [{"content": ""}]
@@ -233,8 +233,10 @@ class ChatWriter:
                     message.reasoning.append(text)
                 case Content(text):
                     message.content.append(text)
-                case ToolCall():
-                    message.calls.append(self._call(piece, event.index))
+                case CallBegin(name):
+                    message.calls.append(self._begun(name, event.index))
+                case CallArguments(text):
+                    message.calls[-1]["function"]["arguments"] += text
         if self._style.with_logprobs:
             message.logprobs += self._logprobs(event.logprobs)
 
@@ -279,23 +281,24 @@ class ChatWriter:
         head = self._head.json(kind="chat.completion.chunk")
         return {**head, "choices": [choice], **self._head.running_usage(num_tokens)}
 
-    def _delta(self, piece: Piece, index: int) -> dict[str, Any]:
+    def _delta(self, piece: Reasoning | Content | CallBegin | CallArguments, index: int) -> dict[str, Any]:
         match piece:
             case Reasoning(text):
                 return {"reasoning_content": text}
             case Content(text):
                 return {"content": text}
-            case ToolCall():
-                number = self._num_calls[index]
-                return {"tool_calls": [{"index": number, **self._call(piece, index)}]}
+            case CallBegin(name):
+                return {"tool_calls": [{"index": self._num_calls[index], **self._begun(name, index)}]}
+            case CallArguments(text):
+                return {"tool_calls": [{"index": self._num_calls[index] - 1, "function": {"arguments": text}}]}
 
-    def _call(self, call: ToolCall, index: int) -> dict[str, Any]:
-        """Ids are unique over all choices."""
+    def _begun(self, name: str, index: int) -> dict[str, Any]:
+        """A call, its arguments still to come. Ids are unique over all choices."""
         answer_id = self._head.account.request_id.removeprefix("chatcmpl-")
         choice = f"_{index}" if index else ""
         call_id = f"call_{answer_id}{choice}_{self._num_calls[index]}"
         self._num_calls[index] += 1
-        return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        return {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
         return [

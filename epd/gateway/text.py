@@ -165,7 +165,7 @@ class TextReader:
         self.num_tokens += num_read
         return self._part("".join(pieces), tokens.logprobs[:num_read])
 
-    def rest(self, stop_token_id: int | None) -> AnswerPart | None:
+    def rest(self, stop_token_id: int | None, reason: FinishReason) -> AnswerPart | None:
         return self._part(self._text.close(stop_token_id), ())
 
     def end(self, reason: FinishReason) -> tuple[str, str | int | None]:

@@ -1,19 +1,16 @@
-"""A `<tool_call>` block to a call, and a parameter's text to the value that its schema asks for.
+"""The text of a tool call's parameter to the value that its schema asks for.
 
     <tool_call> <function=NAME> <parameter=KEY>VALUE</parameter> ... </function> </tool_call>
 
-White space between tags means nothing, white space of a value is the value's. A closing tag closes only where the next
-tag of the grammar can follow it, so a text value may hold tags of its own. Templates write strings raw and all other
+White space between tags means nothing, white space of a value is the value's. Templates write strings raw and all other
 values as JSON; strings are read back as they stand (no HTML entity is resolved in them), everything else is read as
-JSON first. The work is linear in the block, whatever it holds.
+JSON first. `epd.gateway.call_stream` reads the block.
 """
 
 import ast
 import html
 import json
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
@@ -22,17 +19,6 @@ CALL_CLOSE = "</tool_call>"
 
 Tools = Mapping[str, Mapping[str, Any]]
 """Function names and the JSON schemas of their parameters."""
-
-_FUNCTION_OPEN = "<function="
-_FUNCTION_CLOSE = "</function>"
-_PARAMETER_CLOSE = "</parameter>"
-# Possessive where white space repeats: what was skipped is not tried again, so a long run of it stays linear.
-_NAME = re.compile(r"<function=\s*+([^\s<>]*+)\s*+>")
-_NO_PARAMETERS = re.compile(r"\s*+(</function>)")
-_LAST_PARAMETER = re.compile(r"</parameter>\s*+(</function>)")
-_PARAMETER = re.compile(r"<parameter=([^<>]*)>")
-_CLOSES = re.compile(r"</parameter>(?=\s*+(?:<parameter=|\Z))")
-_SPACE = re.compile(r"\s*")
 
 # Schemas of clients that write a language's type names.
 _ALIASES = {
@@ -47,98 +33,10 @@ _ALIASES = {
 _LONGEST_LITERAL = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """`arguments` is a JSON object as text, the way the API carries it."""
-
-    name: str
-    arguments: str
-
-
-class CallReader:
-    """Reads the blocks of one answer. A schema is walked once, however often its function is called."""
-
-    def __init__(self, tools: Tools) -> None:
-        self._tools = tools
-        self._kinds: dict[tuple[str, str], tuple[str, ...]] = {}
-
-    def read(self, block: str) -> tuple[str, ToolCall, str] | None:
-        """The first function of a block, and the text before and after it inside the block.
-
-        None where the block is text: no function, one that is not among the tools, or something between its parameters.
-        Of a parameter given twice the last one counts; the closing tag of a parameter may be missing before the next
-        one that the schema declares and before the function's end.
-        """
-        inner = block.removeprefix(CALL_OPEN).removesuffix(CALL_CLOSE)
-        start = inner.find(_FUNCTION_OPEN)
-        opened = _NAME.match(inner, start) if start >= 0 else None
-        if opened is None or opened[1] not in self._tools:
-            return None
-        first = opened.end()
-        if (end := _NO_PARAMETERS.match(inner, first) or _LAST_PARAMETER.search(inner, first)) is not None:
-            stop, rest = end.span(1)
-        elif (stop := inner.find(_FUNCTION_CLOSE, first)) >= 0:
-            rest = stop + len(_FUNCTION_CLOSE)
-        else:
-            return None
-        name = opened[1]
-        texts = _parameters(inner[first:stop], _properties(self._tools[name]))
-        if texts is None:
-            return None
-        arguments = {key: convert(text, self._kinds_of(name, key)) for key, text in texts.items()}
-        return inner[:start], ToolCall(name, json.dumps(arguments, ensure_ascii=False)), inner[rest:]
-
-    def _kinds_of(self, name: str, key: str) -> tuple[str, ...]:
-        schema = self._tools[name]
-        declared = _properties(schema)
-        if key not in declared:
-            return ()
-        if (name, key) not in self._kinds:
-            self._kinds[name, key] = kinds_of(declared[key], schema)
-        return self._kinds[name, key]
-
-
-def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The parameters that a function's schema declares."""
     properties = schema.get("properties")
     return properties if isinstance(properties, Mapping) else {}
-
-
-def _parameters(body: str, declared: Mapping[str, Any]) -> dict[str, str] | None:
-    """Keys and raw texts; None when something else stands between them."""
-    texts: dict[str, str] = {}
-    at = _past_space(body, 0)
-    closing = _CLOSES.search(body, at)
-    while (opened := _PARAMETER.match(body, at)) is not None:
-        start = opened.end()
-        # Looked for again only when it has been passed: values without closing tags would all search to the end.
-        if closing is not None and closing.start() < start:
-            closing = _CLOSES.search(body, start)
-        limit = len(body) if closing is None else closing.start()
-        key = opened[1].strip()
-        following = next(
-            (
-                tag
-                for tag in _PARAMETER.finditer(body, start, limit)
-                if _opens_next(tag[1].strip(), key, texts, declared)
-            ),
-            None,
-        )
-        stop = limit if following is None else following.start()
-        if (following is not None or closing is None) and body.find(_PARAMETER_CLOSE, start, stop) >= 0:
-            return None
-        texts[key] = body[start:stop]
-        at = _past_space(body, stop if following is not None or closing is None else closing.end())
-    return texts if at == len(body) else None
-
-
-def _opens_next(key: str, current: str, given: Mapping[str, str], declared: Mapping[str, Any]) -> bool:
-    """Whether an opening tag before the closing one ends the value: it does where the schema waits for that key."""
-    return key in declared and key != current and key not in given
-
-
-def _past_space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    return at if found is None else found.end()
 
 
 def convert(raw: str, kinds: tuple[str, ...]) -> Any:

@@ -152,8 +152,11 @@ async def test_tool_calls_are_parsed() -> None:
         assert call["function"] == {"name": "weather", "arguments": '{"city": "Paris", "days": 3}'}
         events = await stack.events(tools=TOOLS)
         calls = [call for event in events[:-1] for call in event["choices"][0]["delta"].get("tool_calls", [])]
-        assert [call["function"]["name"] for call in calls] == ["weather"]
-        assert calls[0]["index"] == 0
+        assert [call["function"].get("name") for call in calls] == ["weather", *[None] * (len(calls) - 1)]
+        assert "".join(call["function"]["arguments"] for call in calls) == '{"city": "Paris", "days": 3}'
+        assert len(calls) > 2
+        assert calls[0]["id"]
+        assert {call["index"] for call in calls} == {0}
         _, body, _ = await stack.ask(tools=TOOLS, tool_choice="none")
         assert body["choices"][0]["message"]["content"] == CALL
 

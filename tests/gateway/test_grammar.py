@@ -14,13 +14,13 @@ from epd.gateway.answer import AnswerParser, Content, Reasoning
 from epd.gateway.grammar import Calls, Form, Function, GrammarMaker, Wish, table_of
 from epd.gateway.render import Prompt
 from epd.gateway.schema import ChatBody
-from epd.gateway.toolcalls import ToolCall
 from epd.gateway.vocabulary import Vocabulary
 from epd.gateway.wishes import wish_of_chat
 from epd.token_table import compile_grammar, load_token_table
 from tests.fakes.gateway import MODEL, chat_body, running_gateway
 from tests.fakes.tiny_tokenizer import END, write_tokenizer
 from tests.oracles.grammar_writer import ENDS, MAKER, MODEL_DIR, VOCABULARY, allowed, write, written
+from tests.oracles.whole_calls import ToolCall, with_whole_calls
 
 WEATHER = {
     "type": "object",
@@ -142,7 +142,7 @@ def test_reasoning_comes_first_and_is_free() -> None:
 
 def calls_in(text: str, *names: str) -> list[ToolCall]:
     parser = AnswerParser(tools=dict.fromkeys(names, WEATHER))
-    pieces = [*parser.push(text), *parser.close()]
+    pieces = with_whole_calls([*parser.push(text), *parser.close()])
     return [piece for piece in pieces if isinstance(piece, ToolCall)]
 
 

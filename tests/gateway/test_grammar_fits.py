@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from epd.errors import InvalidRequest
 from epd.gateway.answer import AnswerParser, Content, Reasoning
 from epd.gateway.grammar import Calls, Form, Function, Wish
-from epd.gateway.toolcalls import ToolCall
 from tests.oracles.grammar_writer import MAKER, NoEnd, written
 from tests.oracles.random_schemas import parameters, whole
+from tests.oracles.whole_calls import ToolCall, with_whole_calls
 
 # A tag that a value spells, and what never can be: both are told of, and nothing to test here.
 _NOT_TO_BE_HAD = ("spells a tag", "nsatisfiable", "no text fits", "nothing fits", "add to needs", "fits several")
@@ -64,7 +64,7 @@ def test_calls(schema: dict[str, Any], seed: int, must_call: bool, thinks: bool)
     if text is None:
         return
     parser = AnswerParser(tools={"get": schema, "other.one": {}})
-    pieces = [*parser.push(text), *parser.close()]
+    pieces = with_whole_calls([*parser.push(text), *parser.close()])
     calls = [piece for piece in pieces if isinstance(piece, ToolCall)]
     assert len(calls) == text.count("<tool_call>")
     assert bool(calls) or not must_call

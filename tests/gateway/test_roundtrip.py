@@ -11,11 +11,13 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from epd.gateway.answer import AnswerParser, Content, Piece, Reasoning, joined
+from epd.gateway.call_stream import CallArguments, CallBegin, CallEnd
 from epd.gateway.conversation import read_conversation
 from epd.gateway.detokenize import Detokenizer, StopStrings
 from epd.gateway.schema import ChatBody
-from epd.gateway.toolcalls import ToolCall, convert, kinds_of
+from epd.gateway.toolcalls import convert, kinds_of
 from tests.fakes.gateway import RENDERER
+from tests.oracles.whole_calls import ToolCall, with_whole_calls
 
 VOCABULARY = RENDERER.vocabulary
 SCHEMA: dict[str, Any] = {
@@ -131,7 +133,7 @@ def expected(reasoning: str, content: str, calls: list[tuple[str, dict[str, Any]
 
 def shown(pieces: list[Piece]) -> list[tuple[str, Any]]:
     result: list[tuple[str, Any]] = []
-    for piece in pieces:
+    for piece in with_whole_calls(pieces):
         match piece:
             case Reasoning(text):
                 result.append(("reasoning", text))
@@ -191,12 +193,18 @@ def test_any_tokens_are_an_answer(token_ids: list[int], stops: tuple[str, ...], 
     tools = SCHEMAS if with_tools else None
     whole = read(token_ids, [], tools, stops)
     assert read(token_ids, list(range(len(token_ids))), tools, stops) == whole
+    arguments = ""
     for piece in whole:
-        if isinstance(piece, ToolCall):
-            assert isinstance(json.loads(piece.arguments), dict)
-        else:
-            assert piece.text
-            piece.text.encode()
+        match piece:
+            case CallBegin():
+                arguments = ""
+            case CallArguments(text):
+                arguments += text
+            case CallEnd():
+                assert isinstance(json.loads(arguments), dict)
+            case Reasoning(text) | Content(text):
+                assert text
+                text.encode()
 
 
 @given(

@@ -1,12 +1,15 @@
 """Blocks to calls, and values to the types that JSON schemas ask for."""
 
+import itertools
 import json
 import time
 from typing import Any
 
 import pytest
 
-from epd.gateway.toolcalls import CallReader, ToolCall, convert, kinds_of
+from epd.gateway.answer import AnswerParser, Content, Reasoning, joined
+from epd.gateway.toolcalls import convert, kinds_of
+from tests.oracles.whole_calls import CallReader, ToolCall, with_whole_calls
 
 TOOLS: dict[str, dict[str, Any]] = {
     "f": {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": "object"}}},
@@ -16,14 +19,22 @@ TOOLS: dict[str, dict[str, Any]] = {
 READER = CallReader(TOOLS)
 
 
+def streamed(block: str) -> list[Content | Reasoning | ToolCall]:
+    """One character at a time."""
+    parser = AnswerParser(tools=TOOLS)
+    return with_whole_calls(joined([*itertools.chain.from_iterable(map(parser.push, block)), *parser.close()]))
+
+
 def arguments(body: str, name: str = "f") -> Any:
     """Of a call with this function body; None where the block is text."""
-    parsed = READER.read(f"<tool_call><function={name}>{body}</function></tool_call>")
+    block = f"<tool_call><function={name}>{body}</function></tool_call>"
+    parsed = READER.read(block)
     if parsed is None:
         return None
     before, call, after = parsed
     assert (before, after) == ("", "")
     assert call.name == name
+    assert streamed(block) == [call]
     return json.loads(call.arguments)
 
 
@@ -37,8 +48,8 @@ def arguments(body: str, name: str = "f") -> Any:
         ("<parameter=b></parameter>", {"b": ""}),
         # Not in the schema: a string.
         ("<parameter=z>3</parameter>", {"z": "3"}),
-        # Twice: the last one.
-        ("<parameter=a>1</parameter><parameter=a>2</parameter>", {"a": 2}),
+        # Twice: the first one.
+        ("<parameter=a>1</parameter><parameter=a>2</parameter>", {"a": 1}),
         # Closing tags left out before a declared parameter and at the end.
         ("<parameter=a>7<parameter=b>q", {"a": 7, "b": "q"}),
         ("<parameter=a>7<parameter=b>q</parameter>", {"a": 7, "b": "q"}),
