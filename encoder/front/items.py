@@ -174,7 +174,8 @@ def _item(part: object, path: str) -> Item | FileItem:
         )
         raise invalid(words, f"{path}.type")
     options = _OPTIONS_OF_ALL if kind == "file" else OPTION_SHAPES[PARTS[kind]]
-    _check_fields(part, ("type", kind, *options, "key"), path)
+    # The last one has no effect, as in a chat: what was encoded is always kept.
+    _check_fields(part, ("type", kind, *options, "key", "cache_control"), path)
     inner_path = f"{path}.{kind}"
     inner, key = _typed(part, kind, dict, path), _key(part, path)
     if kind == "file":
