@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,24 +26,26 @@ class End:
     outcome: str
     seconds: float
     detail: str = ""
+    request_id: str = ""
+    """As the server's log has it."""
 
 
 async def follow(session: aiohttp.ClientSession, ask: Ask, leave_after_s: float | None) -> End:
     """Ask and wait for the end; `leave_after_s`: hang up then if it has not come."""
-    loop = asyncio.get_running_loop()
+    loop, request_id = asyncio.get_running_loop(), f"soak-{uuid.uuid4().hex}"
     started_s = loop.time()
     try:
         async with asyncio.timeout(HUNG_AFTER_S if leave_after_s is None else leave_after_s):
-            outcome, detail = await _asked(session, ask)
+            outcome, detail = await _asked(session, ask, request_id)
     except TimeoutError:
         outcome, detail = ("hung", "") if leave_after_s is None else ("left", "")
     except (aiohttp.ClientError, ConnectionError) as error:
         outcome, detail = "cut", type(error).__name__
-    return End(ask.kind, outcome, loop.time() - started_s, detail)
+    return End(ask.kind, outcome, loop.time() - started_s, detail, request_id)
 
 
-async def _asked(session: aiohttp.ClientSession, ask: Ask) -> tuple[str, str]:
-    async with session.post(ask.path, json=ask.body) as response:
+async def _asked(session: aiohttp.ClientSession, ask: Ask, request_id: str) -> tuple[str, str]:
+    async with session.post(ask.path, json=ask.body, headers={"X-Request-Id": request_id}) as response:
         if response.status != 200:
             body = await response.json()
             words = f"{response.status} {body['error']['code']}"

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -94,7 +95,7 @@ class Soak:
         for at, end in self.ends:
             near = any(-1.0 < at - killed < _AROUND_A_KILL_S for killed in gateway_kills)
             if end.outcome in ("wrong", "fault", "hung") or (end.outcome == "cut" and not near):
-                found.append(f"{end.kind}: {end.outcome} {end.detail} after {end.seconds:.1f} s")
+                found.append(f"{end.kind}: {end.outcome} {end.detail} after {end.seconds:.1f} s, {end.request_id}")
         if len(self.ends) != self.num_asked:
             found.append(f"{self.num_asked} requests, {len(self.ends)} ends")
         return found
@@ -216,6 +217,7 @@ def arguments() -> argparse.Namespace:
         "so that what grows after it is a leak",
     )
     parser.add_argument("--json", type=Path, help="all that was found, samples included")
+    parser.add_argument("--log", type=Path, help="where the server's log is kept, which has the ids of requests")
     return parser.parse_args()
 
 
@@ -226,6 +228,8 @@ def main() -> None:
         extra = ("--mode", options.mode, "--media-root", str(SAMPLES), *settings)
         with running_service(Path(directory), *extra) as service:
             found = asyncio.run(soak(service, options))
+        if options.log:
+            shutil.copy(service.log_path, options.log)
     show(found)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
