@@ -77,11 +77,8 @@ def compile_grammar(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
 
 
 def _limits() -> LLParserLimits:
-    # A state of the lexer takes 1 to 2 kB; each matcher that runs may have as many. A unit of fuel takes 2 us, in which
-    # a worker may wait.
-    return LLParserLimits(
-        initial_lexer_fuel=200_000, max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False
-    )
+    # A state of the lexer takes 1 to 2 kB; each matcher that runs may have as many.
+    return LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False)
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -14,6 +14,7 @@ Everything runs on one asyncio loop; time is the clock passed in.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -146,8 +147,12 @@ class Fleet:
 
         Raises StageUnavailable.
         """
-        affinity = prefix_affinity(request)
-        while True:
+        affinity, request_id = prefix_affinity(request), request.request_id
+        for sending in itertools.count(1):
+            if sending > 1:
+                # One of the workers may know the id already, and that it has ended: what it heard of it again would be
+                # dropped.
+                request = msgspec.structs.replace(request, request_id=f"{request_id}.{sending}")
             chosen = await self._chosen(give_up_s, affinity, avoid)
             attempt = Attempt(request.request_id, chosen, sent_at=self._sequence)
             for worker in chosen:
@@ -164,6 +169,7 @@ class Fleet:
                 self.close(attempt)
                 raise
             return attempt
+        raise AssertionError("there is always another number")
 
     def close(self, attempt: Attempt) -> None:
         """Forget the attempt; workers that did not end it themselves are told to stop. May be called twice."""

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from encoder.types import Farewell, Goodbye
 from epd.errors import StageUnavailable
 from epd.router.attempts import Event, Lost
 from epd.router.workers import Fleet
-from epd.transport.base import Received
+from epd.transport.base import Received, WorkerDown
 from epd.transport.memory import MemoryEndpoint, MemoryNetwork
 from epd.types import (
     Abort,
@@ -286,6 +287,43 @@ async def test_a_worker_that_hands_a_request_back_is_asked_before_it_gets_anothe
         assert not second.done()
         await hand.answer_hello()
         fleet.close(await asyncio.wait_for(second, 1))
+
+
+async def test_a_request_that_is_sent_again_has_another_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill breaks between the choice and the send. Decode has heard of the request and of its end by then, and would
+    drop whatever else came under the same id."""
+    async with fleet_of(Role.PREFILL, Role.DECODE) as (fleet, (prefill, decode), clock):
+        for hand in (prefill, decode):
+            await hand.answer_hello()
+        channel = next(worker.channel for worker in fleet.workers if worker.role is Role.PREFILL)
+        send = channel.send
+
+        async def broken(*message: Any) -> None:
+            if isinstance(message[0], Submit):
+                monkeypatch.setattr(channel, "send", send)
+                raise WorkerDown("the connection broke")
+            await send(*message)
+
+        monkeypatch.setattr(channel, "send", broken)
+        attempt = await fleet.submit(request("r#1"), give_up_s=clock.now_s + 10)
+        heard: dict[str, list[Received]] = {prefill.address: [], decode.address: []}
+        for _ in range(20):
+            for hand in (prefill, decode):
+                told = hand.endpoint.receive(0)
+                heard[hand.address] += [received for received in told if not isinstance(received.message, Hello)]
+            await asyncio.sleep(0)
+        first, ended, again = (received.message for received in heard[decode.address])
+        assert isinstance(first, ExpectKv)
+        assert ended == Abort(request_id="r#1")
+        assert isinstance(again, ExpectKv)
+        submitted = heard[prefill.address][-1].message
+        assert isinstance(submitted, Submit)
+        assert (first.request.request_id, again.request.request_id) == ("r#1", "r#1.2")
+        assert submitted.request.request_id == attempt.request_id == "r#1.2"
+        delta = TokenDelta(request_id="r#1.2", index=0, token_ids=(4,))
+        decode.endpoint.send(heard[decode.address][-1].peer, delta)
+        assert await attempt.next_event() == delta
+        fleet.close(attempt)
 
 
 async def beats(fleet: Fleet, hands: list[Hand], num_running: list[int], count: int) -> None:
