@@ -183,7 +183,11 @@ def test_a_local_store_outlives_what_is_killed_and_survives_what_is_done_to_it(t
             assert load.wrong == []
             assert set(load.statuses) <= {200, 503}
             assert sum(store_share(ask(service, number)) for number in range(4)) > 3
-            assert metric(service, "cache_hit_tokens_total", tier="l3") > 0
+            reported_until_s = time.monotonic() + 10
+            # The stages report twice a second.
+            while not metric(service, "cache_hit_tokens_total", tier="l3"):
+                assert time.monotonic() < reported_until_s
+                time.sleep(0.05)
             with Load(service, 20_000) as load:
                 load.wait_for(4)
                 # The supervisor first, or it would start them again.
